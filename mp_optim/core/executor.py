@@ -15,7 +15,7 @@ There are three kinds of executors:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -144,8 +144,14 @@ class Executor:
         argument of :meth:`run_step`."""
         return updates
 
-    def run_step(self, planned: Any) -> None:
-        """Do :meth:`step_slots` with a result of :meth:`plan_step`."""
+    def run_step(self, planned: Any, queue: list[Callable[[], None]] | None = None) -> None:
+        """Do :meth:`step_slots` with a result of :meth:`plan_step`.
+
+        Args:
+            planned: result of :meth:`plan_step`.
+            queue: list to which an executor may append kernels, in place of calling them. The
+                caller calls them before :meth:`finish_step`. None to call all kernels here.
+        """
         self.step_slots(planned)
 
     def finish_step(self) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -141,15 +142,10 @@ class NativeBackend(ReferenceBackend):
         return table
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
-        numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
-        given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
-        if (known := prepared_launch(lists, rule)) is not None:
-            if lists.follows and not known.launch.tensors.follows:
-                continue_from(lists.main, lists.output, lists.changed)
-            known.launch.take(lists)
-            self.library.call("mp_step", byref(known.launch.tensors), *given, thread_count())
-            tell_autograd(known.written)
+        if (launch := self.prepared(rule, lists, scalars, multiplier)) is not None:
+            launch()
             return
+        given = _numbers(rule, scalars, multiplier)
         moments = kept_moments(lists, RULES[rule].moment_names)
         for part in alike_lists(lists, moments):
             _, kind, alike = part
@@ -163,6 +159,19 @@ class NativeBackend(ReferenceBackend):
             table = self._launch("mp_step", alike, kind, moments, *given)
             mark_written(alike)
             prepare_launch(rule, part, model_tensors(alike), table)
+
+    def prepared(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: float
+    ) -> Callable[[], None] | None:
+        known = prepared_launch(lists, rule)
+        if known is None:
+            return None
+        if lists.follows and not known.launch.tensors.follows:
+            continue_from(lists.main, lists.output, lists.changed)
+        known.launch.take(lists)
+        tell_autograd(known.written)
+        given = byref(known.launch.tensors), *_numbers(rule, scalars, multiplier), thread_count()
+        return partial(self.library.call, "mp_step", *given)
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
@@ -243,6 +252,13 @@ class NativeBackend(ReferenceBackend):
         )
         self.library.call("mp_measure", byref(table), sums.data_ptr(), None, thread_count())
         return sums
+
+
+def _numbers(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
+    """Return the arguments of ``mp_step`` that describe the rule: name, scalars, and their
+    number."""
+    numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
+    return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:

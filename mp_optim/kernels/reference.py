@@ -116,6 +116,16 @@ class ReferenceBackend:
                 continue_from(batch.main, batch.output)
             ELEMENT_STEPS[rule](batch, scalars, multiplier)
 
+    def prepared(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
+    ) -> Callable[[], None] | None:
+        """Return a function without arguments that does :meth:`step`; None if the backend has no
+        cached launch for the lists.
+
+        The caller keeps the lists until it has called the function.
+        """
+        return None
+
     def prove_at_first_use(self) -> None:
         """Compare each kernel with ``reference`` before the first step that uses the kernel with
         new compile-time constants.

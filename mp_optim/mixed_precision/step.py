@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,8 +126,7 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
     """
     collected: dict[str, WrappedGrads] = {}
     decided: dict[str, tuple[AnyVerdict, Observer | None]] = {}
-    planned: list[str] = []
-    stepped: list[str] = []
+    running: dict[str, Iterator[None]] = {}
     results: dict[str, StepResult] = {}
     for name, stack in stacks.items():
         with errors_kept(errors, name), stack.step_mark.step(stack):
@@ -140,18 +139,68 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
         with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
             stacks[name].counts.record(verdict, stacks[name].observers, judge)
             collected[name].plan(verdict)
-            planned.append(name)
-    for name in planned:
-        stack, verdict = stacks[name], decided[name][0]
-        with errors_kept(errors, name), stack.step_mark.step(stack):
-            collected[name].run(verdict)
-            if stack.grad_scaler is not None:
-                _update_scale(stack, verdict)
-            stepped.append(name)
-    for name in stepped:
+            running[name] = _running(stacks[name], collected[name], verdict)
+    for name in _run_together(running, errors):
         with errors_kept(errors, name):
             results[name] = _record(stacks[name], collected[name], decided[name][0])
     return results
+
+
+def _running(stack: Any, grads: WrappedGrads, verdict: AnyVerdict) -> Iterator[None]:
+    """Phase 4 of one of several wrappers: prepare kernels, call kernels, and finish. Yields between
+    these parts."""
+    with stack.step_mark.step(stack):
+        kernels: list[Callable[[], None]] = []
+        grads.launch(verdict, kernels)
+        yield
+        for kernel in kernels:
+            kernel()
+        yield
+        grads.finish(verdict)
+        if stack.grad_scaler is not None:
+            _update_scale(stack, verdict)
+
+
+def _run_together(
+    running: Mapping[str, Iterator[None]], errors: dict[str, Exception]
+) -> Sequence[str]:
+    """Carry out phase 4 of several wrappers, each part for all wrappers before the next part.
+
+    The kernels of all wrappers run one after another. A kernel evicts the interpreter's data from
+    the CPU's caches, so Python code between two kernels would take several times as long.
+
+    An interrupt, such as KeyboardInterrupt, ends only the wrapper that runs. No other wrapper
+    begins after it; those that have begun are completed, and then the interrupt is raised.
+
+    Args:
+        running: a result of :func:`_running` for each wrapper, by name.
+        errors: gets the errors by name.
+
+    Returns:
+        The names of the wrappers without an error.
+    """
+    names, interrupt = list(running), None
+    try:
+        for part in range(3):
+            begun = []
+            for name in names:
+                if part == 0 and interrupt is not None:
+                    break
+                try:
+                    next(running[name], None)
+                    begun.append(name)
+                except Exception as error:
+                    errors[name] = error
+                except BaseException as error:
+                    interrupt = error
+            names = begun
+    finally:
+        # Wrappers are unfinished only if an interrupt came between two calls of next().
+        for each in running.values():
+            each.close()  # type: ignore[attr-defined]
+    if interrupt is not None:
+        raise interrupt
+    return names
 
 
 @contextmanager
@@ -455,13 +504,22 @@ class WrappedGrads(StepGrads):
         self._planned = engine.executor.plan_step(updates)
 
     def run(self, verdict: AnyVerdict) -> None:
+        self.launch(verdict)
+        self.finish(verdict)
+
+    def launch(self, verdict: AnyVerdict, queue: list[Callable[[], None]] | None = None) -> None:
+        """The first part of :meth:`run`: launch kernels, or append kernels to ``queue``."""
+        if not verdict.cause:
+            self._engine.executor.run_step(self._planned, queue)
+        elif self._engine.overlap is not None:
+            self._engine.overlap.skip()
+
+    def finish(self, verdict: AnyVerdict) -> None:
+        """The second part of :meth:`run`, after all kernels were called."""
+        if verdict.cause:
+            return
         engine, some = self._engine, self._columns
         executor, mains, table = engine.executor, engine.mains, engine.table
-        if verdict.cause:
-            if engine.overlap is not None:
-                engine.overlap.skip()
-            return
-        executor.run_step(self._planned)
         executor.finish_step()
         if executor.writes_settings:
             self._wrapper.share_settings()

@@ -53,6 +53,8 @@ class Launch(NamedTuple):
             shard of the parameter. Empty if each tensor is the whole shard.
         begin_audit: function to call with a backend's arguments before the backend steps elements.
             The result is None, or a function to call after the step. None without an audit.
+        queue: list to which a rule may append a kernel, in place of calling it; None if the rule
+            must call the kernel.
     """
 
     group: int
@@ -70,12 +72,20 @@ class Launch(NamedTuple):
     rule: Rule
     firsts: Sequence[int] = ()
     begin_audit: Callable[..., Callable[[], None] | None] | None = None
+    queue: list[Callable[[], None]] | None = None
 
     @property
     def factor(self) -> float | Tensor:
         """The multiplier as an argument of a backend."""
         multiplier = self.multiplier
         return multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier
+
+    @property
+    def open_queue(self) -> list[Callable[[], None]] | None:
+        """:attr:`queue`; None if an audit or copies of strided tensors read the kernel's results at
+        once."""
+        in_place = self.lists.main is self.mains and self.lists.output is self.outputs
+        return self.queue if in_place and self.begin_audit is None else None
 
     def copy_back(self) -> None:
         """Copy new values from the contiguous copies in ``lists`` to tensors that are not
@@ -205,6 +215,10 @@ class ElementRule(Rule):
     def apply(self, launch: Launch, backend: Backend) -> None:
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
         given = self.name, launch.lists, scalars, launch.factor
+        queue = launch.open_queue
+        if queue is not None and (kernel := backend.prepared(*given)) is not None:
+            queue.append(kernel)
+            return
         written = launch.begin_audit(*given) if launch.begin_audit is not None else None
         backend.step(*given)
         if written is not None:

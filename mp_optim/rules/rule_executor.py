@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -196,12 +196,12 @@ class RuleExecutor(Executor):
     def step_slots(self, updates: SlotUpdates) -> None:
         self.run_step(self.plan_step(updates))
 
-    def run_step(self, planned: _Planned) -> None:
+    def run_step(self, planned: _Planned, queue: list[Callable[[], None]] | None = None) -> None:
         rows = self.rows
         self.step_mark.touch()
         for plan, launches in planned:
             for launch in launches:
-                self.carry_out(launch)
+                self.carry_out(launch if queue is None else launch._replace(queue=queue))
             rows.groups[plan.group].count(plan.positions)
             if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
                 rows.pending_skips.append((rows.groups[plan.group], plan.positions, multiplier))

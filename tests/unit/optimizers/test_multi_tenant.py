@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import mp_optim
 from mp_optim import MultiTenantOptimizer, TenantError
+from mp_optim.kernels.native import NativeBackend
+from mp_optim.kernels.native_library import native_library
 from mp_optim.mixed_precision import step
 from support.models import same_bits
 from support.one_rank import one_rank
@@ -272,6 +274,49 @@ def test_multi_tenant_refuses_only_the_tenant_whose_kernel_was_interrupted(
     assert all(map(same_bits, before, bits(optimizer["c"], params["c"])))
     assert optimizer.step("c")["c"].success
     assert optimizer.save_tenant("a")["state"][0]["step"] == 2
+    with pytest.raises(mp_optim.BrokenOffError, match="tenant 'b'"):
+        optimizer.save_tenant("b")
+    del caught
+
+
+@pytest.mark.skipif(native_library().handle is None, reason="needs native kernels")
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, params = adapters()
+    expected, expected_params = adapters()
+    for name in "abc":
+        give_grads(params[name])
+        for one, other in zip(params[name], expected_params[name], strict=True):
+            other.data.copy_(one)
+            other.grad = one.grad
+        expected.load_tenant(name, copy.deepcopy(optimizer.save_tenant(name)))
+    expected.step()
+    calls: list[str] = []
+
+    def prepared(self: Any, *given: Any, real: Any = NativeBackend.prepared) -> Any:
+        kernel = real(self, *given)
+
+        def call() -> None:
+            calls.append("kernel")
+            if len(calls) == 2:
+                raise error
+            kernel()
+
+        return kernel and call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeBackend, "prepared", prepared)
+        with pytest.raises((TenantError, KeyboardInterrupt)) as caught:  # keeps the frames
+            optimizer.step()
+    assert len(calls) == 3
+    for name in "ac":
+        one, other = (
+            bits(optimizer[name], params[name]),
+            bits(expected[name], expected_params[name]),
+        )
+        assert all(map(same_bits, one, other))
     with pytest.raises(mp_optim.BrokenOffError, match="tenant 'b'"):
         optimizer.save_tenant("b")
     del caught
