@@ -1,5 +1,4 @@
-"""Distributions of one small model over ranks, all saved and loaded by the same functions. A new
-layout is added to :func:`layouts`.
+"""Distributions of one small model over ranks.
 
 Gradients are computed from names and steps, so every layout steps with equal gradients.
 """
@@ -44,11 +43,8 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(
             torch.randn(3, generator=generator).bfloat16(), requires_grad=False
         )
-        self.reduced_over: dist.ProcessGroup | None = (
-            # Gradients of a distributed optimizer come from a backward pass, because they have to
-            # be reduced.
-            None
-        )
+        # Gradients of a distributed optimizer come from a backward pass, which reduces them.
+        self.reduced_over: dist.ProcessGroup | None = None
         self.register_buffer("count", torch.randint(0, 99, (), generator=generator))
 
 
@@ -60,7 +56,6 @@ class Layout:
         place: converts the model's parameters to this rank's parts.
         form: storage format of the optimizer state.
         fraction: offload fraction.
-        permuted: True for param groups in reverse order.
         settings: further fields of the config.
         build_optimizer: builds an optimizer from config, model and param groups.
     """
@@ -70,7 +65,6 @@ class Layout:
     place: Callable[[Model], None] = lambda model: None
     form: str = ""
     fraction: float | None = None
-    permuted: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     build_optimizer: Callable[..., Any] = lambda config, model, groups: get_megatron_optimizer(
         config, model, param_groups=groups
@@ -94,13 +88,11 @@ class Layout:
 
     def _groups(self, model: Model) -> list[dict[str, Any]]:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        order = -1 if self.permuted else 1
         groups = []
         for decay in (0.1, 0.0):
-            pairs = [pair for pair in named if (pair[1].dim() > 1) == bool(decay)][::order]
-            names, params = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-            groups.append({"params": params, "param_names": names, "weight_decay": decay})
-        return groups[::order]
+            pairs = [pair for pair in named if (pair[1].dim() > 1) == bool(decay)]
+            groups.append({"params": pairs, "weight_decay": decay})
+        return groups
 
 
 def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:
@@ -139,53 +131,9 @@ def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: A
     )
 
 
-def layouts(size: int = 4) -> list[Layout]:
-    two = DeviceMesh("cpu", [0, 1])
-    return _up_to_two(two) + (_up_to_four() if size == 4 else [])
-
-
-def _up_to_four() -> list[Layout]:
-    three = DeviceMesh("cpu", [0, 1, 2])
-    groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}
-    square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    return [
-        Layout("fsdp-3, offload-half", ranks=3, place=fsdp(three), fraction=0.5),
-        Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
-        Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
-        zero("zero1-2", 2, groups[2]),
-        zero("zero2-3, offload-half", 3, groups[3], strategy="optim_grads", fraction=0.5),
-        zero("zero1-4, groups permuted", 4, groups[4], permuted=True),
-        zero("not sharded on 2", 2, groups[2], strategy="no_shard"),
-        zero("bf16 moments, remainders on zero1-3", 3, groups[3], form="bf16"),
-        zero("8 bits on zero1-2", 2, groups[2], form="8bit", fraction=1.0),
-    ]
-
-
-def _up_to_two(two: DeviceMesh) -> list[Layout]:
-    return [
-        Layout("plain"),
-        Layout("offload-half", fraction=0.5),
-        Layout("offload-all, copies on 2", ranks=2, fraction=1.0),
-        Layout("groups permuted", permuted=True),
-        Layout("fsdp-2", ranks=2, place=fsdp(two)),
-        Layout("shard1-2", ranks=2, place=sharded(1, two)),
-        Layout("bf16 moments, remainders", form="bf16", fraction=0.5),
-        Layout("bf16 moments on fsdp-2", ranks=2, place=fsdp(two), form="bf16"),
-        Layout("8 bits", form="8bit"),
-    ]
-
-
 def part_of(full: Tensor, like: Tensor) -> Tensor:
-    if full.shape != like.shape:
-        return full
     if isinstance(like, DTensor):
         return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    if isinstance(like, FlatShard):
-        return FlatShard(
-            full.reshape(-1)[like.start : like.start + like.local.numel()].clone(),
-            full.shape,
-            like.start,
-        )
     return full
 
 
@@ -201,58 +149,22 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
         for name, param in model.named_parameters():
             if param.requires_grad:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-                grads[param] = part_of(
-                    torch.randn(param.shape, generator=generator).to(param.dtype), param
-                )
-        if (
-            model.reduced_over is not None
-            # Rank 0 backpropagates the whole gradient and the other ranks zeros, so the sum is the
-            # gradient.
-        ):
-            share = float(dist.get_rank(model.reduced_over) == 0)
-            torch.stack(
-                [(param * grad * share).sum().float() for param, grad in grads.items()]
-            ).sum().backward()
-        else:
+                grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+                grads[param] = part_of(grad, param)
+        if model.reduced_over is None:
             for param, grad in grads.items():
                 param.grad = grad
+        else:  # Rank 0 has the whole gradient and the other ranks zeros.
+            share = float(dist.get_rank(model.reduced_over) == 0)
+            losses = [(param * grad * share).sum().float() for param, grad in grads.items()]
+            torch.stack(losses).sum().backward()
         optimizer.step()
 
 
 def state_of(model: Model, optimizer: Any) -> dict[str, Tensor]:
     names = {slot: optimizer.slot_name(slot) for slot in optimizer.slots()}
-    return {
-        **{f"model.{name}": value for name, value in model.state_dict().items()},
-        **{
-            f"{names[slot]}.{key}": value
-            for slot in names
-            for key, value in optimizer.full_slot_state(slot).items()
-        },
-    }
-
-
-def whole(tensor: Tensor, group: Any) -> Tensor:
-    if isinstance(tensor, FlatShard):
-        return tensor.full_tensor(group)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def put(
-    layout: Layout, full: dict[str, Tensor], settings: list[dict[str, Any]], seed: int
-) -> tuple[Model, Any]:
-    model, optimizer = layout.build(seed)
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            local(value).copy_(local(part_of(full[f"model.{name}"], value)))
-    state = optimizer.state_dict(full_precision=True)
-    index = 0
-    for group, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        group.update(
-            next(saved for saved in settings if saved["weight_decay"] == live["weight_decay"])
-        )
-        for name in group["param_names"]:
-            mine = state["state"][index]
-            mine.update({key: part_of(full[f"{name}.{key}"], value) for key, value in mine.items()})
-            index += 1
-    optimizer.load_state_dict(state, convert=True)
-    return model, optimizer
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for slot, name in names.items():
+        for key, value in optimizer.full_slot_state(slot).items():
+            found[f"{name}.{key}"] = value
+    return found

@@ -49,16 +49,6 @@ def give_gradients(model, step, bad=False):
         model.left.grad[1, 1] = math.nan
 
 
-def go_backward(model, step):
-    generator = torch.Generator().manual_seed(1 + step)
-    losses = []
-    for param in model.parameters():
-        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        param.grad = None
-        losses.append((param * grad).sum())
-    sum(losses).backward()
-
-
 def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
     model = Model(dtype)
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
 from mp_optim.host.leases import Lease
 from support.as_rank import as_rank, error_of
-from support.layouts import layouts as all_layouts
-from support.layouts import local, state_of, train
+from support.layouts import Layout, fsdp, local, state_of, train
 
 warnings.filterwarnings("ignore")
 
@@ -100,7 +100,7 @@ def in_the_background(folder: Path, layout: Any) -> bool:
 def exported(folder: Path, layout: Any) -> bool:
     model, optimizer = layout.build(seed=1)
     train(model, optimizer, range(2))
-    plain, reference = all_layouts_plain.build(seed=1)
+    plain, reference = Layout("plain").build(seed=1)
     train(plain, reference, range(2))
     files = checkpoint.export_safetensors(folder, optimizer, max_shard_size=3000)
     found = {name: value for path in files for name, value in load_file(path).items()}
@@ -176,19 +176,15 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
 
 
 def main(folder: Path) -> Any:
-    global all_layouts_plain
     rank, root = dist.get_rank(), folder
-    two = all_layouts(2)
-    all_layouts_plain = two[0]
-    sharded = next(layout for layout in two if layout.name == "fsdp-2")
-    result = {
+    sharded = Layout("fsdp-2", 2, fsdp(DeviceMesh("cpu", [0, 1])))
+    return {
         "different": different_parameters(root / "different", rank),
         "grown": grown(root / "grown", rank),
         "background_": in_the_background(root / "background", sharded),
         "exported": exported(root / "exported", sharded),
         **failures(root / "failures", rank),
     }
-    return result
 
 
 if __name__ == "__main__":

@@ -8,13 +8,6 @@ from mp_optim.apps.conform import CHECKS, Subject
 from mp_optim.apps.conform.runner import FAILS, OTHER, PASSES, outcome_of
 from support.plain_adamw import MUTANTS, built
 
-NAMED_BY = sorted({check for check, _, _ in MUTANTS.values()})
-
-
-@pytest.mark.parametrize("name", NAMED_BY)
-def test_conform_passes_a_correct_optimizer(name: str) -> None:
-    assert outcome_of(name, built()) == (PASSES, "")
-
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_conform_check_fails_each_adamw_with_a_known_defect(mutant: str) -> None:
@@ -23,7 +16,7 @@ def test_conform_check_fails_each_adamw_with_a_known_defect(mutant: str) -> None
 
 
 def test_conform_is_tested_with_at_least_40_defective_adamws() -> None:
-    assert len(MUTANTS) >= 40 and set(NAMED_BY) <= set(CHECKS)
+    assert len(MUTANTS) >= 40 and {check for check, _, _ in MUTANTS.values()} <= set(CHECKS)
 
 
 def test_conform_passes_a_plain_adamw_except_in_six_named_checks() -> None:
