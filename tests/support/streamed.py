@@ -49,18 +49,30 @@ def give_gradients(model, step, bad=False):
         model.left.grad[1, 1] = math.nan
 
 
-def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
-    model = Model(dtype)
+def build(
+    folder=None,
+    dtype=torch.bfloat16,
+    fraction=1.0,
+    place="streamed",
+    window=4096,
+    shapes=None,
+    transfer=AdversarialTransfer,
+    bucket_bytes=None,
+    **fields,
+):
+    """Build an optimizer with state on the device, on the host, streamed, or in a file."""
+    model = Model(dtype, shapes)
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    offload["optimizer_state_path"] = folder
     if place == "streamed":
-        offload |= {"offload_place": place, "stream_window_bytes": window}
-    fields.setdefault("weight_decay", 0.1)
-    config = OptimizerConfig(
-        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if place != "device" else {})
-    )
+        offload["offload_place"] = place
+    if window is not None and (folder or place == "streamed"):
+        offload["stream_window_bytes"] = window
+    fields = {"lr": 1e-2, "weight_decay": 0.1, **HALVES.get(dtype, {}), **fields}
+    config = OptimizerConfig(**fields, **(offload if place != "device" else {}))
     optimizer = get_megatron_optimizer(config, model)
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.use_transfer(AdversarialTransfer())
+    for hybrid in hybrids(optimizer) if transfer is not None else ():
+        hybrid.stepper.use_transfer(transfer(), bucket_bytes)
     return model, optimizer
 
 

@@ -18,56 +18,19 @@ from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
 from mp_optim.zero.collectives import start_reduction
 from support.as_rank import as_rank, error_of
-from support.models import DTYPES, config_for, is_expert
+from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of
 
 BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads", False)]
 
 
-class SmallMoE(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter((torch.randn(*shape, generator=generator) * 0.2).to(dtype))
-
-        self.embed = nn.Embedding.from_pretrained(weight(50, 24).data, freeze=False)
-        self.dense = nn.Linear(24, 24, dtype=dtype)
-        self.dense.weight.data, self.dense.bias.data = (weight(24, 24).data, weight(24).data)
-        self.norm = nn.LayerNorm(24)  # An FP32 parameter in a 16-bit model.
-        self.odd = weight(24)
-        self.unused = weight(300)
-        self.empty = nn.Parameter(torch.zeros(0, 8, dtype=dtype))
-        self.frozen = nn.Parameter(torch.ones(24, dtype=dtype), requires_grad=False)
-        self.experts = nn.ParameterDict({"up": weight(2, 24, 40), "down": weight(2, 40, 24)})
-        self.head = nn.Linear(24, 50, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor, odd: bool) -> Tensor:
-        hidden = torch.tanh(self.dense(self.embed(tokens))) * self.frozen
-        hidden = self.norm(hidden.float()).to(hidden.dtype)
-        if odd:
-            hidden = hidden + self.odd
-        hidden = hidden + sum(
-            torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)
-        )
-        return nn.functional.cross_entropy(self.head(hidden).float()[:-1], tokens[1:])
-
-
-def tokens_of(step: int, rank: int, part: int) -> Tensor:
-    return torch.randint(
-        0, 50, (16,), generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part)
-    )
-
-
 def build(
     precision: str, strategy: str, group: dist.ProcessGroup, **more: Any
-) -> tuple[SmallMoE, MegatronOptimizer]:
-    model = SmallMoE(DTYPES[precision])
+) -> tuple[TinyMoE, MegatronOptimizer]:
+    model = TinyMoE(DTYPES[precision])
     settings = {
         "use_distributed_optimizer": True,
         "data_parallel_sharding_strategy": strategy,
-        "bucket_size": 1500,
+        "bucket_size": 150,
         **more,
     }
     return model, get_megatron_optimizer(
@@ -98,10 +61,9 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
             optimizer_offload_fraction="auto",
             gpu_memory=200_000 if rank else least,
         )
+        groups = ProcessGroups(dp=group)
         try:
-            optimizer = get_megatron_optimizer(
-                config, model, process_groups=ProcessGroups(dp=group)
-            )
+            optimizer = get_megatron_optimizer(config, model, process_groups=groups)
             found.append(optimizer.config.optimizer_offload_fraction)
         except ValueError as error:
             found.append(str(error))
@@ -192,29 +154,33 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
     return torch.equal(owned, (12.0 * each + 18.0)[first:last] / divisor + add)
 
 
+def linears(
+    group: dist.ProcessGroup | None, bucket_size: int = 1500
+) -> tuple[nn.Module, MegatronOptimizer]:
+    """Build layers whose weights are split over the ranks of a group, or whole layers."""
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).bfloat16()
+    shards = {"use_distributed_optimizer": True, "bucket_size": bucket_size}
+    config = config_for("bf16", **(shards if group else {}))
+    return model, get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
+
+
 def other_ranges(group: dist.ProcessGroup) -> str:
-    _, optimizer = build("bf16", "optim", group)
-    _, other = build("bf16", "optim", group, bucket_size=700)
+    (_, optimizer), (_, other) = linears(group), linears(group, bucket_size=4000)
     return error_of(lambda: other.load_state_dict(optimizer.state_dict()))
 
 
 def whole_state(group: dist.ProcessGroup) -> bool:
-    model = SmallMoE(torch.bfloat16)
-    alone = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
+    torch.manual_seed(0)
+    model, alone = linears(None)
     for param in model.parameters():
-        param.grad = torch.randn(
-            param.shape, generator=torch.Generator().manual_seed(param.numel())
-        ).to(param.dtype)
+        param.grad = torch.randn(param.shape).to(param.dtype)
     alone.step()
-    sharded, optimizer = build("bf16", "optim", group)
+    sharded, optimizer = linears(group)
     sharded.load_state_dict(model.state_dict())
     optimizer.load_state_dict(alone.state_dict())
-    mains = dict(alone.named_main_params())
+    mains = {name: main.detach().flatten() for name, main in alone.named_main_params()}
     return all(
-        torch.equal(
-            shard.local,
-            mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)],
-        )
+        torch.equal(shard.local, mains[name][shard.start : shard.start + len(shard.local)])
         for name, shard in optimizer.named_main_params()
     )
 
@@ -263,16 +229,16 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     found = {}
     model, optimizer = build("bf16", "optim", group, **overlap)
-    loss = model(tokens_of(0, rank, 0), False)
+    loss = model(tokens_of(rank))
     loss.backward(retain_graph=True)
     loss.backward()
     found["second backward"] = error_of(optimizer.step)
     model, optimizer = build("bf16", "optim", group, **overlap)
     optimizer.zero_grad()
-    model(tokens_of(0, rank, 0), False).backward()
+    model(tokens_of(rank)).backward()
     optimizer.step()
     optimizer.finish_param_sync()
-    model(tokens_of(0, rank, 0), False).backward()
+    model(tokens_of(rank)).backward()
     found["no zero_grad"] = error_of(optimizer.step)
     optimizer.zero_grad()
     for name in ("module not called", "waited by hand"):
@@ -280,9 +246,7 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
         optimizer.zero_grad()
         if name == "waited by hand":
             optimizer.finish_param_sync()
-        found[name] = error_of(
-            lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
-        )
+        found[name] = error_of(lambda: (2.0 * model.dense).sum().backward())
     return found
 
 
@@ -295,7 +259,7 @@ def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str
             for part in range(3):
                 has_work = part < (rank + step) % 4
                 if has_work or not idle:
-                    loss = model(tokens_of(step, rank, part), rank % 2 == 1)
+                    loss = model(tokens_of(100 * step + 10 * rank + part))
                     (loss * has_work).backward()
             if step == 2:  # Finishing the reduction explicitly adds a collective.
                 optimizer.finish_grad_sync()
@@ -317,8 +281,9 @@ def parts_of_some(rank: int, own: dict[str, dist.ProcessGroup]) -> str:
     return error_of(lambda: ChainedOptimizer(members).step())
 
 
-def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+def disagree(group: dist.ProcessGroup) -> dict[str, str]:
     """Return this rank's error for each way in which ranks may disagree."""
+    rank = dist.get_rank()
 
     def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
         params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]
@@ -347,27 +312,26 @@ def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def main(folder: Path) -> Any:
-    rank = dist.get_rank()
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
+    rank, four = dist.get_rank(), dist.new_group([0, 1, 2, 3])
     halves = {
         name: [dist.new_group(list(ranks)) for ranks in both]
         for name, both in {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()
     }
     own = {"expert_dp": halves["expert_dp"][rank % 2], "ep": halves["ep"][rank // 2]}
-    results: dict[str, Any] = {}
-    results["forgotten groups"] = forgotten_groups(own)
-    results["duplicates"] = [duplicates(rank, layout, own) for layout in ("no_shard", "optim")]
-    results["sums"] = sums_are_in_the_order_of_ranks(rank, groups[4])
-    results["fraction"] = fraction_for_all(rank, groups[4])
-    results["start"] = starts_alike(rank, groups[4])
-    results["other ranges"] = other_ranges(groups[4])
-    results["whole state"] = whole_state(groups[4])
-    results["bytes"] = {str(key): bytes_of(*key, groups[4]) for key in BYTES}
-    results["misuse"] = misuse(rank, groups[4])
-    results["passes of some"] = passes_of_some(rank, groups[4])
-    results["parts of some"] = parts_of_some(rank, own)
-    results["disagree"] = disagree(rank, groups[4])
-    return results
+    return {
+        "forgotten groups": forgotten_groups(own),
+        "duplicates": [duplicates(rank, layout, own) for layout in ("no_shard", "optim")],
+        "sums": sums_are_in_the_order_of_ranks(rank, four),
+        "fraction": fraction_for_all(rank, four),
+        "start": starts_alike(rank, four),
+        "other ranges": other_ranges(four),
+        "whole state": whole_state(four),
+        "bytes": {str(key): bytes_of(*key, four) for key in BYTES},
+        "misuse": misuse(rank, four),
+        "passes of some": passes_of_some(rank, four),
+        "parts of some": parts_of_some(rank, own),
+        "disagree": disagree(four),
+    }
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Two gloo processes train with FSDP2, and agree although they hold different parameters."""
+"""Two gloo processes train with FSDP2, and move state by hand."""
 
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mp_optim import MegatronOptimizer, ProcessGroups, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, get_megatron_optimizer
 from support.as_rank import as_rank
 from support.models import DTYPES, TinyMoE, config_for, is_expert, train
 from support.moved_by_hand import HELPERS
@@ -28,7 +27,7 @@ def build_sharded(
     )
 
 
-def beside_fsdps_offloading() -> list[bool]:
+def with_cpu_offload_policy() -> list[bool]:
     found = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
         model, optimizer = build_sharded("bf16", 0.5, policy)
@@ -78,53 +77,12 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def agree_between_ranks() -> dict[str, object]:
-    rank, world = dist.get_rank(), dist.group.WORLD
-    model = nn.ParameterDict(
-        {"own": nn.Parameter(torch.zeros(1)), "twin": nn.Parameter(torch.zeros(1))}
-    )
-    model["own"].tensor_model_parallel = True
-    optimizer = get_megatron_optimizer(
-        config_for("fp32", clip_grad=0.0),
-        model,
-        process_groups=ProcessGroups(grad_stats=world, tp=world),
-    )
-    model["own"].grad, model["twin"].grad = (
-        torch.full((1,), [2.0, 3.0][rank]),
-        torch.full((1,), 6.0),
-    )
-    norm = optimizer.step().grad_norm
-    before = model["own"].detach().clone()
-    model["own"].grad = torch.full((1,), [1.0, float("nan")][rank])
-    skipped = not optimizer.step().success
-    return {"norm": norm, "skipped": skipped and torch.equal(before, model["own"].detach())}
-
-
-def experts_on_one_rank() -> dict[str, object]:
-    rank, world = dist.get_rank(), dist.group.WORLD
-    model = nn.ParameterDict({"dense" if rank == 0 else "expert": nn.Parameter(torch.zeros(1))})
-    optimizer = get_megatron_optimizer(
-        config_for("fp32"),
-        model,
-        expert_predicate=lambda p, n: rank == 1,
-        process_groups=ProcessGroups(grad_stats=world, expert_grad_stats=world),
-    )
-    for param in model.values():
-        param.grad = torch.full((1,), [3.0, 4.0][rank])
-    return {
-        "norm": optimizer.step().grad_norm,
-        "stubs": [o.is_stub_optimizer for o in optimizer.chained_optimizers],
-    }
-
-
 def main(directory: Path) -> Any:
-    result: dict[str, Any] = {}
-    result["agreement"] = agree_between_ranks()
-    result["experts"] = experts_on_one_rank()
-    result["beside_fsdps"] = beside_fsdps_offloading()
-    result["hands"] = {form: moved_by_hand(form) for form in HANDS}
-    result["stays"] = stays_where_it_is()
-    return result
+    return {
+        "with_policy": with_cpu_offload_policy(),
+        "hands": {form: moved_by_hand(form) for form in HANDS},
+        "stays": stays_where_it_is(),
+    }
 
 
 if __name__ == "__main__":

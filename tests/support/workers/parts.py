@@ -4,7 +4,6 @@ disagreements."""
 import hashlib
 import time
 import warnings
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.apps.megatron.adapter import MegatronAdapter
 from mp_optim.zero.buckets import plan_whole
 from mp_optim.zero.collectives import start_reduction
@@ -170,27 +169,6 @@ def _local(model: nn.Module) -> list[list[float]]:
     return [param.to_local().reshape(-1).tolist() for param in model.parameters()]
 
 
-def called_twice() -> dict[str, Any]:
-    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=3))
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, use_distributed_optimizer=True),
-        model,
-        process_groups=ProcessGroups(dp=group),
-    )
-
-    def go() -> None:
-        for step in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(3, 8)).square().mean().backward()
-            optimizer.step()
-            if dist.get_rank() == 1 and step == 0:
-                optimizer.step()
-
-    return {"told": error_of(go)}
-
-
 def main(directory: Path) -> Any:
     warnings.simplefilter("ignore")
     global FOLDER
@@ -203,7 +181,6 @@ def main(directory: Path) -> Any:
         what: fsdp_disagrees(what)
         for what in ("nothing", "path", "lr", "lr, in parts", "gradient", *OTHER_SETTINGS)
     }
-    found["twice"] = called_twice()
     found["buffer"] = buffer_of_whole_parameters()
     found["exchange"] = [
         largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])

@@ -1,7 +1,5 @@
-"""Four gloo processes step rules that need whole parameters, over parts that Megatron's
-tensor-parallel
-attributes describe. Parts are single or fused blocks, replicated or sharded over data-parallel
-ranks."""
+"""Four gloo processes step NorMuon over parts that Megatron's tensor-parallel attributes describe.
+Parts are single or fused blocks, replicated or sharded over data-parallel ranks."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,12 +51,9 @@ CUTS = {
     "bias": Cut((16,), 0, (16,)),
     "norm": Cut((7,)),
 }
-RULES: dict[str, dict[str, Any]] = {
-    "muon": {"lr": 0.05, "muon_fp32_matmul_prec": "highest"},
-    "normuon": {
-        **{"optimizer": "muon", "lr": 0.05, "muon_fp32_matmul_prec": "highest"},
-        **{"muon_moment2_method": "normuon", "muon_beta2": 0.8},
-    },
+NORMUON: dict[str, Any] = {
+    **{"optimizer": "muon", "lr": 0.05, "muon_fp32_matmul_prec": "highest", "clip_grad": 0.0},
+    **{"muon_moment2_method": "normuon", "muon_beta2": 0.8},
 }
 ZERO: dict[str, dict[str, Any]] = {
     "optim": {"use_distributed_optimizer": True},
@@ -71,7 +66,6 @@ OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fra
 
 
 class Refused(NamedTuple):
-    rule: str
     settings: dict[str, Any]
     cut: Cut
     says: str
@@ -79,13 +73,11 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "speculative": Refused(
-        "muon",
         OFFLOAD | {"offload_mode": "speculative"},
         CUTS["rows"],
         "offload_mode='speculative': cut is split over ranks, and muon steps the",
     ),
     "stride": Refused(
-        "muon",
         {},
         Cut((24, 10), 0, (2,) * 5, "stride"),
         "cut.partition_stride=5: dimension 0 of (12, 10) cannot be split",
@@ -98,7 +90,7 @@ def told_of(case: Refused, groups: ProcessGroups) -> str:
     model = nn.ParameterDict({"cut": torch.zeros(rows // 2, columns)})
     case.cut.say(model["cut"], 2)
     try:
-        config = OptimizerConfig(optimizer=case.rule, lr=0.1, **case.settings)
+        config = OptimizerConfig(optimizer="muon", lr=0.1, **case.settings)
         get_megatron_optimizer(config, model, process_groups=groups)
     except ValueError as error:
         return str(error)
@@ -116,7 +108,7 @@ def values(step: int) -> dict[str, Tensor]:
 
 
 def train(
-    rule: str, rank: int, ranks: int, groups: ProcessGroups | None, **settings: Any
+    rank: int, ranks: int, groups: ProcessGroups | None, **settings: Any
 ) -> dict[str, Tensor]:
     def parts(step: int) -> dict[str, Tensor]:
         return {name: CUTS[name].part(value, rank, ranks) for name, value in values(step).items()}
@@ -124,8 +116,7 @@ def train(
     model = nn.ParameterDict(parts(-1))
     for name, param in model.items():
         CUTS[name].say(param, ranks)
-    chosen = {"optimizer": rule, **RULES[rule], **settings}
-    config = OptimizerConfig(clip_grad=0.0, **chosen)
+    config = OptimizerConfig(**NORMUON, **settings)
     optimizer = get_megatron_optimizer(config, model, process_groups=groups)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -139,17 +130,12 @@ def main(folder: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = ProcessGroups.from_device_mesh(mesh)
     rank = mesh.get_local_rank("tp")
-    found: dict[str, Any] = {}
-    for rule in RULES:
-        whole = train(rule, 0, 1, None)
-        found[f"{rule}, expected"] = {
-            name: cut.part(whole[name], rank, 2) for name, cut in CUTS.items()
-        }
-        for layout in LAYOUTS:
-            settings = ZERO.get(layout, {})
-            if layout == "on the host":
-                settings = OFFLOAD
-            found[f"{rule}, {layout}"] = train(rule, rank, 2, groups, **settings)
+    whole = train(0, 1, None)
+    expected = {name: cut.part(whole[name], rank, 2) for name, cut in CUTS.items()}
+    found: dict[str, Any] = {"expected": expected}
+    for layout in LAYOUTS:
+        settings = OFFLOAD if layout == "on the host" else ZERO.get(layout, {})
+        found[layout] = train(rank, 2, groups, **settings)
     for what, case in REFUSED.items():
         found[f"refused {what}"] = told_of(case, groups)
     return found

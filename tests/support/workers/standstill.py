@@ -1,5 +1,6 @@
-"""Two pipeline stages: one has a gradient that is not finite, and one has no parameters."""
+"""Two ranks skip steps: as pipeline stages of which one has a bad gradient, and both together."""
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,34 @@ def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
     )
 
 
+class Lines(logging.Handler):
+    """A log handler that keeps the level and text of each line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def logged() -> list[tuple[str, str]]:
+    """Return the log lines of a step that both ranks skip."""
+    log, handler = logging.getLogger("mp_optim.monitor"), Lines()
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    model = nn.Linear(4, 4)
+    config = OptimizerConfig(lr=0.1, use_distributed_optimizer=True, grad_norm_skip_threshold=1e-9)
+    optimizer = get_megatron_optimizer(config, model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert optimizer.step().reason
+    log.removeHandler(handler)
+    return handler.lines
+
+
 def main(folder: Path) -> Any:
     rank = dist.get_rank()
-    found: dict[str, object] = {}
+    found: dict[str, object] = {"logged": logged()}
 
     model, stack = stage(rank, loss_scale=8.0)
     stack.scale_loss(model[f"stage{rank}"].sum()).backward()

@@ -196,25 +196,6 @@ def gate(monkeypatch):
         save_load.finish_previous()
 
 
-def test_background_save_does_not_wait_for_a_save_of_another_optimizer_to_another_path(
-    tmp_path, monkeypatch
-):
-    opened, write = threading.Event(), writing.Writing.write
-
-    def held(self):
-        assert "first" not in str(self.folder) or opened.wait(60)
-        return write(self)
-
-    monkeypatch.setattr(writing.Writing, "write", held)
-    # Both stay alive: Python would reuse the id of a freed object.
-    one, other = build("bf16"), build("bf16")
-    first = checkpoint.save(tmp_path / "first", *one, asynchronous=True)
-    second = checkpoint.save(tmp_path / "second", *other, asynchronous=True)
-    assert second.wait(60) == tmp_path / "second" / "version-1" and not first.done()
-    opened.set()
-    assert first.wait(60) == tmp_path / "first" / "version-1"
-
-
 def test_save_waits_for_the_previous_save_of_a_path(tmp_path, gate, trained):
     first = checkpoint.save(tmp_path, *trained, extra={"n": 1}, asynchronous=True)
     threading.Timer(0.2, gate.set).start()

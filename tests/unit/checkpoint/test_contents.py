@@ -33,31 +33,23 @@ def test_export_safetensors_writes_main_params_into_files_below_the_limit(
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach() for name, main in optimizer.named_main_params()}
     assert found.keys() == expected.keys()
-    assert all(
-        same_bits(found[name], value) and value.dtype == torch.float32
-        for name, value in expected.items()
-    )
+    for name, value in expected.items():
+        assert same_bits(found[name], value) and value.dtype == torch.float32
     index = tmp_path / "model.safetensors.index.json"
     assert len(files) == count and index.exists() == (count > 1)
     if count > 1:
         content = json.loads(index.read_text())
         assert content["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
-        assert all(
-            name in load_file(tmp_path / file) for name, file in content["weight_map"].items()
-        )
-        assert [path.name for path in files] == [
-            f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
-        ]
-        assert all(
-            sum(value.nbytes for value in load_file(path).values()) <= limit
-            or len(load_file(path)) == 1
-            for path in files
-        )
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        *(path.name for path in files),
-        *([index.name] if count > 1 else []),
-    }
+        for name, file in content["weight_map"].items():
+            assert name in load_file(tmp_path / file)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        assert [path.name for path in files] == names
+        for tensors in map(load_file, files):
+            assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= limit
+    written = {"config.json", *(path.name for path in files)} | (
+        {index.name} if count > 1 else set()
+    )
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 def unnamed(seed=0, **settings):
@@ -68,31 +60,26 @@ def unnamed(seed=0, **settings):
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda model: model,
-        lambda model: [model],
-        lambda model: torch.compile(model),
-        lambda model: nn.DataParallel(model),
-    ],
-    ids=["module", "chunks", "compiled", "parallel"],
-)
+WRAPS = {
+    "module": lambda model: model,
+    "chunks": lambda model: [model],
+    "compiled": torch.compile,
+    "parallel": nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("averaged", [False, True])
 def test_export_safetensors_takes_names_of_the_model_for_unnamed_parameters(
-    tmp_path, given, averaged
+    tmp_path, wrap, averaged
 ):
     model, optimizer = unnamed(ema_decay=0.5) if averaged else unnamed()
-    (path,) = checkpoint.export_safetensors(
-        tmp_path, optimizer, model=given(model), averaged=averaged
-    )
+    given = {"model": WRAPS[wrap](model), "averaged": averaged}
+    (path,) = checkpoint.export_safetensors(tmp_path, optimizer, **given)
     found = load_file(path)
     assert found.keys() == dict(model.named_parameters()).keys()
-    if not averaged:
-        assert all(
-            torch.equal(found[name].bfloat16(), param.bfloat16())
-            for name, param in model.named_parameters()
-        )
+    for name, param in model.named_parameters() if not averaged else ():
+        assert torch.equal(found[name].bfloat16(), param.bfloat16())
 
 
 def test_export_safetensors_refuses_unnamed_parameters_without_their_model(tmp_path):
@@ -105,70 +92,44 @@ def test_export_safetensors_refuses_unnamed_parameters_without_their_model(tmp_p
     assert not (tmp_path / "out").exists()
     named = build("bf16")
     checkpoint.export_safetensors(tmp_path / "out", named[1], model=named[0])
-    assert (
-        load_file(tmp_path / "out" / "model.safetensors").keys()
-        == dict(named[0].named_parameters()).keys()
-    )
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == dict(named[0].named_parameters()).keys()
 
 
-def saved(path, **tensors):
-    checkpoint.save(
-        path,
-        nn.ParameterDict(
-            {
-                name: nn.Parameter(value, requires_grad=value.is_floating_point())
-                for name, value in tensors.items()
-            }
-        ),
-        None,
-    )
+PAIRS = {
+    "same": (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])),
+    "near": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 - 2.0**-22])),
+    "zero": (torch.zeros(1), -torch.zeros(1)),
+    "short": (torch.ones(2).bfloat16(), torch.tensor([1.0, -1.0]).bfloat16()),
+    "whole": (torch.tensor([1, 2]), torch.tensor([1, 5])),
+    "nan": (torch.tensor([1.0]), torch.tensor([math.nan])),
+    "shape": (torch.ones(2), torch.ones(3)),
+    "kind": (torch.ones(2), torch.ones(2).half()),
+    "mine": (torch.ones(1), None),
+    "yours": (None, torch.ones(1)),
+}
+"""A tensor of each of two compared checkpoints; None is left out."""
+
+
+def saved(path, index):
+    model = nn.Module()
+    for name, pair in PAIRS.items():
+        if pair[index] is not None:
+            model.register_buffer(name, pair[index])
+    checkpoint.save(path, model, None)
     return open_checkpoint(path)
 
 
 def test_compare_counts_different_elements_and_ulps_of_each_tensor(tmp_path):
-    a = saved(
-        tmp_path / "a",
-        same=torch.tensor([1.0, math.nan]),
-        near=torch.tensor([1.0, 2.0]),
-        zero=torch.zeros(1),
-        short=torch.ones(2).bfloat16(),
-        whole=torch.tensor([1, 2]),
-        nan=torch.tensor([1.0]),
-        mine=torch.ones(1),
-        shape=torch.ones(2),
-        kind=torch.ones(2),
-    )
-    b = saved(
-        tmp_path / "b",
-        same=torch.tensor([1.0, math.nan]),
-        near=torch.tensor([1.0, 2.0 - 2.0**-22]),
-        zero=-torch.zeros(1),
-        short=torch.tensor([1.0, -1.0]).bfloat16(),
-        whole=torch.tensor([1, 5]),
-        nan=torch.tensor([math.nan]),
-        yours=torch.ones(1),
-        shape=torch.ones(3),
-        kind=torch.ones(2).half(),
-    )
-    found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
-    assert {name: difference.what for name, difference in found.items()} == {
-        "same": "equal",
-        "near": "values",
-        "zero": "values",
-        "short": "values",
-        "whole": "values",
-        "nan": "values",
-        "mine": "only in a",
-        "yours": "only in b",
-        "shape": "shape",
-        "kind": "dtype",
-    }
-    numbers = {
-        name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"
-    }
-    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {
-        (0, 0.0, None)
-    }
+    rows = compare(saved(tmp_path / "a", 0), saved(tmp_path / "b", 1))
+    found = {row.name.removeprefix("model."): row for row in rows}
+    others = {"same": "equal", "mine": "only in a", "yours": "only in b"}
+    others |= {"shape": "shape", "kind": "dtype"}
+    assert {name: row.what for name, row in found.items()} == dict.fromkeys(
+        PAIRS, "values"
+    ) | others
+    numbers = {name: (row.differing, row.largest, row.ulps) for name, row in found.items()}
+    assert {numbers.pop(name) for name in others} == {(0, 0.0, None)}
     assert math.isnan(numbers.pop("nan")[1])
     assert numbers == {
         "near": (1, 2.0**-22, 2),

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-import mp_optim
 from mp_optim.core import CachedTensorList
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.kernel_args import AdamScalars
@@ -74,25 +72,3 @@ def test_sum_of_squares_refuses_a_gradient_of_another_size(name):
     with pytest.raises(ValueError, match=r"tensor 1 of 2 in column 'grad'.*64 elements"):
         vars(grads).update(sizes=params.sizes, devices=params.devices)
         backend_of(name).sum_of_squares(grads)
-
-
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=NEED_KERNELS) for d in (torch.float32, torch.bfloat16)]
-)
-@pytest.mark.parametrize(
-    "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
-)
-def test_step_refuses_a_pruned_parameter_and_writes_nothing_beyond_its_end(dtype, settings):
-    """``param.data = param.data[:n]`` keeps the address and the version of the parameter, so only
-    the size shows the change."""
-    param = nn.Parameter(torch.zeros(64, dtype=dtype))
-    optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    whole = param.data
-    param.data = whole[:32]
-    param.grad = None
-    param.grad = torch.arange(64, dtype=dtype)[:32]
-    with pytest.raises(ValueError):  # Different layers raise, depending on the settings.
-        optimizer.step()
-    assert not whole[32:].any()

@@ -89,40 +89,6 @@ def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
     assert found.tolist() == [25.0, 9.0]
 
 
-@pytest.mark.parametrize("count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)])
-def test_triton_steps_both_ends_of_a_tensor_beyond_2_to_the_31_elements(count: int) -> None:
-    """Gradients and outputs are bfloat16. If an index wrapped around, the end would be stepped like
-    the beginning. The test takes 17 GB on a GPU."""
-    if DEVICE != "cpu" and torch.cuda.mem_get_info()[0] < 24e9:
-        pytest.skip("needs a GPU with 24 GB free")
-    end = 9000
-    main = torch.zeros(count, device=DEVICE)
-    grad = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
-    output = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
-    tail = torch.linspace(-2, 2, end)
-    main[-end:], grad[-end:] = tail.to(DEVICE), tail.flip(0).to(DEVICE)
-    main[:end], grad[:end] = tail.flip(0).to(DEVICE), tail.to(DEVICE)
-    parts = [slice(0, end), slice(-end, None)]
-    theirs = TensorLists(
-        [main[part].cpu() for part in parts],
-        [grad[part].cpu() for part in parts],
-        {},
-        [output[part].cpu() for part in parts],
-    )
-    group = {**GROUP, "lr": 0.5, "momentum": 0.0}
-    step_with(kernels(), "sgd", TensorLists([main], [grad], {}, [output]), group, 2, 0.375)
-    step_with(REFERENCE, "sgd", theirs, group, 2, 0.375)
-    for place, part in enumerate(parts):
-        assert_same(main[part], theirs.main[place], "main")
-        assert_same(output[part], theirs.output[place], "output")
-    middle = main[end:-end]
-    assert not middle.any()
-    grad[end:-end] = 0.5
-    expected = (count - 2 * end) * 0.25 + 2 * grad[:end].double().square().sum().item()
-    found = kernels().sum_of_squares([grad])
-    assert found.tolist() == pytest.approx([expected], rel=1e-12)
-
-
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_triton_step_writes_nothing_when_the_skip_flag_on_the_device_is_set(rule: str) -> None:
     case = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16))

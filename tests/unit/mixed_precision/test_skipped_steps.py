@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 
 from mp_optim import StepResult, get_megatron_optimizer
 from mp_optim.mixed_precision import MegatronOptimizer
-from support.launch import results_of_ranks
 from support.models import config_for
 from support.waiting import no_waiting
 
@@ -123,9 +121,3 @@ def test_skip_warning_is_logged_in_the_next_step_when_the_device_decides(caplog,
     assert len(logged_lines(caplog)) == 2 and later.reason
     assert logged_lines(caplog)[2].startswith("step 4 was skipped")
     assert logged_lines(caplog)[2].endswith("; loss scale 2048")
-
-
-def test_skipped_step_is_logged_as_warning_only_on_rank_0(tmp_path: Path) -> None:
-    first, second = results_of_ranks("skipped_steps", 2, tmp_path)
-    assert [level for level, _ in first] == ["WARNING"]
-    assert [level for level, _ in second] == ["INFO"] and first[0][1] == second[0][1]

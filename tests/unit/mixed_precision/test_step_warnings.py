@@ -4,7 +4,6 @@ import copy
 import math
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.launch import results_of_ranks
-from support.models import build, tokens_of
+from support.models import build, config_for, tokens_of
 from support.offload import finish_backward_work
 
 
@@ -129,28 +128,28 @@ def test_step_warns_again_when_a_good_step_ended_consecutive_skips(clip_grad: fl
         assert warned(stack.step) == []
 
 
-def test_skip_warning_names_the_gradient_only_on_the_rank_of_its_pipeline_stage(
-    tmp_path: Path,
-) -> None:
-    for rank, found in enumerate(results_of_ranks("standstill", 2, tmp_path)):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return results_of_ranks("standstill", 2, tmp_path_factory.mktemp("skips"))
+
+
+def test_skip_warning_names_the_gradient_only_on_the_rank_of_its_pipeline_stage(ranks) -> None:
+    for rank, found in enumerate(ranks):
         assert found["stub"] is True
         culprit = "the gradient of stage1 holds" if rank == 1 else "on another rank"
         assert len(found["said"]) == 1 and culprit in found["said"][0]
 
 
+def test_skipped_step_is_logged_as_warning_only_on_rank_0(ranks) -> None:
+    first, second = (rank["logged"] for rank in ranks)
+    assert [level for level, _ in first] == ["WARNING"]
+    assert [level for level, _ in second] == ["INFO"] and first[0][1] == second[0][1]
+
+
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 def test_step_warns_once_when_torch_clips_gradients_already_used_during_backward(mode: str) -> None:
     model = regression()
-    stack = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=1e-2,
-            bf16=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=1.0,
-            offload_mode=mode,
-        ),
-        model,
-    )
+    stack = get_megatron_optimizer(config_for("bf16", 1.0, offload_mode=mode), model)
 
     def work(limit: float | None) -> None:
         for seed in range(4):

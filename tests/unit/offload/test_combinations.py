@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.host.direct_file import DirectFile
+from support import streamed
 from support.models import AdversarialTransfer
-from support.offload import delays, differing, finish_backward_work, hybrids, snapshot
+from support.offload import delays, differing, finish_backward_work, snapshot
 from support.slow_disk import slow_disk
-from support.streamed import HALVES, WHOLE, Model, give_gradients, stepped
+from support.streamed import WHOLE, Model, give_gradients, stepped
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 WINDOW = 200_000
@@ -31,22 +31,8 @@ EVENTS = ("", "", "read", "write state", "keep", *WRITES, "write param", "bad")
 
 
 def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> tuple[Model, Any]:
-    dtype, transfer = fields.pop("dtype", torch.bfloat16), fields.pop("transfer", None)
-    model = Model(dtype, SHAPES)
-    offload = {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": fields.pop("fraction", 1.0),
-        "optimizer_state_path": folder,
-    }
-    fields.setdefault("weight_decay", 0.1)
-    config = OptimizerConfig(
-        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if offloads else {})
-    )
-    optimizer = get_megatron_optimizer(config, model)
-    if transfer is not None:
-        for hybrid in hybrids(optimizer):
-            hybrid.stepper.use_transfer(transfer(), 8192)
-    return model, optimizer
+    how = {"transfer": None, "window": None, "shapes": SHAPES, "bucket_bytes": 8192}
+    return streamed.build(folder, place="host" if offloads else "device", **{**how, **fields})
 
 
 @st.composite

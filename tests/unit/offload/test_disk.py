@@ -8,45 +8,20 @@ import os
 import shutil
 
 import pytest
-import torch
 
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint
 from mp_optim.core.interrupted_step import BrokenOffError
+from support import streamed
 from support.launch import environment, run_forked_program
-from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
-from support.streamed import HALVES, Model, give_gradients, train
+from support.streamed import give_gradients, train
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 
 
-def build(
-    folder=None,
-    dtype=torch.bfloat16,
-    fraction=1.0,
-    place="host",
-    window=65_536,
-    shapes=None,
-    transfer=AdversarialTransfer,
-    **fields,
-):
-    model = Model(dtype, shapes or SHAPES)
-    offload = {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": fraction,
-        "offload_place": place,
-        "optimizer_state_path": folder,
-        "stream_window_bytes": window,
-    }
-    fields.setdefault("weight_decay", 0.1)
-    config = OptimizerConfig(
-        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if folder else {})
-    )
-    optimizer = get_megatron_optimizer(config, model)
-    if transfer is not None:
-        for hybrid in hybrids(optimizer):
-            hybrid.stepper.use_transfer(transfer())
-    return model, optimizer
+def build(folder=None, place="host", window=65_536, **fields):
+    place = place if folder else "device"
+    return streamed.build(folder, place=place, window=window, shapes=SHAPES, **fields)
 
 
 def cached_bytes(hybrid):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mp_optim
+from support.models import config_for
 
 SETTINGS: list[dict[str, Any]] = [
     {"offload": 1.0},
@@ -51,13 +52,7 @@ def test_metrics_allocate_no_state_before_a_step() -> None:
 def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned() -> None:
     layers = (nn.Linear(1000, 1000, bias=False) for _ in range(4))
     model = nn.Sequential(*layers).bfloat16()
-    config = mp_optim.OptimizerConfig(
-        lr=1e-3,
-        bf16=True,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
-        offload_mode="overlap",
-    )
+    config = config_for("bf16", 1.0, offload_mode="overlap")
     optimizer = mp_optim.get_megatron_optimizer(config, model)
     for param in model.parameters():
         param.main_grad = torch.ones_like(param, dtype=torch.float32)

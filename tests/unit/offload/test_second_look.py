@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import get_megatron_optimizer
 from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.offload.backward_grads import same_bits
-from support.models import AdversarialTransfer
+from support.models import AdversarialTransfer, config_for
 from support.offload import (
     MODES,
     build_mode,
@@ -25,7 +25,7 @@ from support.offload import (
     snapshot,
 )
 
-STEPS = 12
+STEPS = 6
 AfterBackward = Callable[[nn.Module, int], None]
 
 
@@ -155,14 +155,7 @@ def sharded_run(
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
     fully_shard(model)
-    config = OptimizerConfig(
-        lr=1e-3,
-        bf16=True,
-        clip_grad=0.0,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
-        offload_mode=mode,
-    )
+    config = config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode)
     optimizer = get_megatron_optimizer(config, model)
     for hybrid in hybrids(optimizer):
         if adversarial:

@@ -106,27 +106,8 @@ def test_audit_compares_results_only_after_the_worker_thread_has_finished(monkey
 
     predicted = SpeculativeStepper.predicted
     monkeypatch.setattr(SpeculativeStepper, "predicted", late)
-    rounds = (Round(micro=1, scale=1.0, event="", says_last=True),) * 2
-    check(
-        Schedule(
-            owner="zero",
-            mode="speculative",
-            releases=False,
-            precision="bf16",
-            fraction=0.7,
-            clip=0.0,
-            bucket_bytes=256,
-            pipelined=False,
-            rounds=rounds,
-            pauses=(),
-            pace=Pace.LAZY,
-            seed=0,
-            sets_device=False,
-            place="host",
-            is_on_disk=False,
-            audits=True,
-        )
-    )
+    how = {"clip": 0.0, "pipelined": False, "sets_device": False, "audits": True}
+    check(Schedule("zero", "speculative", rounds=(Round(),) * 2, **how))
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -187,103 +168,67 @@ def release_of_what_is_on_its_way(simulation):
     return job.updates is None and staged.grads[0].tolist() == [3.0] * 16
 
 
-def streamed_params(simulation=None):
-    params = [torch.nn.Parameter(torch.linspace(-1, 1, 300 + 7 * n)) for n in range(4)]
-    params.append(torch.nn.Parameter(torch.ones(500)))
-    place = {"offload_place": "streamed", "stream_window_bytes": 4096}
+def params_after(sizes, simulation=None, fraction=1.0, by_backward=False, **place):
+    """Return parameters and state after steps of a HybridDeviceOptimizer. Without a simulation the
+    state is in host memory."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes]
     optimizer = HybridDeviceOptimizer(
-        params, 0.9, FusedAdam, FusedAdam, lr=0.5, **place if simulation else {}
-    )
-    if simulation:
-        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
-    for step in range(3):
-        for number, param in enumerate(params):
-            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
-            if simulation:
-                simulation.to_device(param, DEVICE)
-                simulation.to_device(grad, DEVICE)
-            param.grad = grad * 0.5  # The product is an operation of the device.
-        optimizer.step()
-    return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
-
-
-def streamed_windows(simulation):
-    streamed = streamed_params(simulation)
-    simulation.synchronize()
-    simulation.reports |= simulation.torn  # A region written during its download is a fault.
-    return not differing(streamed, PLAIN_STREAM)
-
-
-PLAIN_STREAM = streamed_params()
-
-
-def disk_params(place, simulation=None):
-    params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (1, 2)]
-    params.append(torch.nn.Parameter(torch.ones(20_000)))
-    how = {"offload_place": place, "stream_window_bytes": 32_768}
-    folder = {"optimizer_state_path": tempfile.gettempdir()}
-    optimizer = HybridDeviceOptimizer(
-        params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how | folder if simulation else {}
-    )
-    if simulation:
-        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
-    for step in range(3):
-        for number, param in enumerate(params):
-            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
-            if simulation:
-                simulation.to_device(param, DEVICE)
-                simulation.to_device(grad, DEVICE)
-            param.grad = grad * 0.5  # The product is an operation of the device.
-        optimizer.step()
-    return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
-
-
-def disk_windows(simulation, place):
-    with simulated_disk(simulation):
-        found = disk_params(place, simulation)
-        simulation.synchronize()
-    simulation.reports |= simulation.torn
-    return not differing(found, PLAIN_DISK)
-
-
-PLAIN_DISK = disk_params("host")
-
-
-def params_of_changed_windows(simulation=None):
-    params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (4, 3, 2, 4)]
-    how = {
-        "offload_mode": "overlap",
-        "stream_window_bytes": 98_304,
-        "optimizer_state_path": tempfile.gettempdir(),
-    }
-    optimizer = HybridDeviceOptimizer(
-        params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how if simulation else {}
+        params, fraction, FusedAdam, FusedAdam, lr=0.5, **place if simulation else {}
     )
     if simulation:
         optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
         for param in params:
             simulation.to_device(param, DEVICE)
-    for step in range(4):
+    for step in range(4 if by_backward else 3):
         for number, param in enumerate(params):
             grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
             if simulation:
                 simulation.to_device(grad, DEVICE)
-            param.grad = None
-            torch.autograd.backward(param, grad * 0.5)
-        if step % 2:
-            params[step].grad = None
+            param.grad = None if by_backward else grad * 0.5  # an operation of the device
+            if by_backward:
+                torch.autograd.backward(param, grad * 0.5)
+        if by_backward and step % 2:
+            params[step].grad = None  # The windows of this step change.
         optimizer.step()
     return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
 
 
-def changed_windows(simulation):
+SIZES = {
+    "streamed": (300, 307, 314, 321, 500),
+    "disk": (1031, 2055, 20_000),
+    "changed": (4103, 3079, 2055, 4103),
+}
+PLAIN = {
+    "streamed": params_after(SIZES["streamed"], fraction=0.9),
+    "disk": params_after(SIZES["disk"]),
+    "changed": params_after(SIZES["changed"], by_backward=True),
+}
+FOLDER = {"optimizer_state_path": tempfile.gettempdir()}
+
+
+def streamed_windows(simulation):
+    place = {"offload_place": "streamed", "stream_window_bytes": 4096}
+    streamed = params_after(SIZES["streamed"], simulation, 0.9, **place)
+    simulation.synchronize()
+    simulation.reports |= simulation.torn  # A region written during its download is a fault.
+    return not differing(streamed, PLAIN["streamed"])
+
+
+def disk_windows(simulation, place):
+    how = {"offload_place": place, "stream_window_bytes": 32_768, **FOLDER}
     with simulated_disk(simulation):
-        found = params_of_changed_windows(simulation)
+        found = params_after(SIZES["disk"], simulation, **how)
         simulation.synchronize()
-    return not differing(found, PLAIN_CHANGED)
+    simulation.reports |= simulation.torn
+    return not differing(found, PLAIN["disk"])
 
 
-PLAIN_CHANGED = params_of_changed_windows()
+def changed_windows(simulation):
+    how = {"offload_mode": "overlap", "stream_window_bytes": 98_304, **FOLDER}
+    with simulated_disk(simulation):
+        found = params_after(SIZES["changed"], simulation, by_backward=True, **how)
+        simulation.synchronize()
+    return not differing(found, PLAIN["changed"])
 
 
 def borrowed_by_a_save(simulation, write):

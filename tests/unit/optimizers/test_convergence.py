@@ -1,4 +1,4 @@
-"""Every rule finds the minimum of known functions in every state form."""
+"""Every rule finds the minimum of a known function with compact state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ RULES: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.3, "weight_decay": 0.0},
 }
 FORMS: dict[str, dict[str, Any]] = {
-    "FP32": {},
-    "remainder16": {"main_params": "remainder16"},
-    "bf16 moments": {"state": "bf16"},
+    "bf16": {"state": "bf16"},
     "8-bit moments, remainder8": {"state": "8bit", "main_params": "remainder8"},
-    "8-bit moments, offloaded": {"state": "8bit", "offload": 1.0},
 }
 
 
@@ -38,16 +35,9 @@ def valley(x: Tensor) -> Tensor:
     return (5 * (right - left.square()).square() + (1 - left).square()).sum()
 
 
-CASES = [
-    pytest.param(rule, form, function, marks=pytest.mark.slow if (row + column + at) % 2 else ())
-    for row, rule in enumerate(RULES)
-    for column, form in enumerate(FORMS)
-    for at, function in enumerate((bowl, valley))
-]
-
-
-@pytest.mark.parametrize(("rule", "form", "function"), CASES)
-def test_rules_converge_in_every_state_form(
+@pytest.mark.parametrize(("form", "function"), [("bf16", bowl), ([*FORMS][1], valley)])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_converge_when_state_is_compact(
     rule: str, form: str, function: Callable[[Tensor], Tensor]
 ) -> None:
     torch.manual_seed(0)

@@ -60,8 +60,10 @@ def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(
     assert rates(others[1]) == pytest.approx({"a": 0.1, "b": 0.5})
 
 
-@pytest.mark.parametrize("place", [{}, {"offload": 1.0, "offload_mode": "overlap"}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "place"),
+    [(torch.float32, {}), (torch.bfloat16, {"offload": 1.0, "offload_mode": "overlap"})],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_load_of_an_unstepped_state_dict_resets_training_exactly(
     rule: str, dtype: torch.dtype, place: dict[str, Any]

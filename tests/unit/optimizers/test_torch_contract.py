@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -81,8 +82,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("rule", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("name", "rule"), zip(SCHEDULES, cycle(["AdamW", "SGD"])))
 def test_torch_schedulers_drive_our_classes_like_torch_classes(name: str, rule: str) -> None:
     settings = {"momentum": 0.9} if rule == "SGD" else {}
     seen: list[list[Any]] = []

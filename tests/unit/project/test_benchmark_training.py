@@ -14,9 +14,8 @@ import pytest
 import torch
 from benchmark_training import Options
 
-from end_to_end import measure, part_c, report, runner
+from end_to_end import measure, report, runner
 from end_to_end.model import Shape, build
-from end_to_end.part_a import SLOW_ON_CPU
 from end_to_end.report import PARTS
 from end_to_end.rows import NotInstalledError, Row, Sizes
 from support.kernels import needs_kernels
@@ -64,56 +63,11 @@ def test_benchmark_training_records_every_row_once_in_a_miniature_run(
             assert record["cause"] == "" and record["columns"], record
             assert record["facts"]["commit"] and record["facts"]["torch"]
             assert next((tmp_path / "training" / part).glob("*.log"), None)
-    if "D" in parts:
-        check_losses(records(tmp_path, "D"), records(tmp_path, "A"))
-    if "B" in parts:
-        check_fits(records(tmp_path, "B"))
-        check_bits(records(tmp_path, "C"))
     if parts != "E":  # Rows of part E need a GPU, so the next call tries them again.
         before = (tmp_path / "training.json").read_text()
         monkeypatch.delattr(runner, "run")  # A part with results must not run again.
         benchmark_training.main(Options((parts[0],), tmp_path, miniature=True))
         assert (tmp_path / "training.json").read_text() == before
-
-
-def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
-    trained = {
-        (number, name): record["columns"]
-        for number, part in enumerate(parts)
-        for name, record in part.items()
-        if record["columns"] and not name.startswith("forward")
-    }
-    assert all(each["loss"] < each["loss_first"] for each in trained.values())
-    same = {
-        each["loss"]
-        for (_, name), each in trained.items()
-        if name.startswith("ours") and "8-bit" not in name and "64K" not in name
-    }
-    assert len(same) == 1
-    for (_, name), each in trained.items():
-        if name.startswith(SLOW_ON_CPU):  # These rivals take fewer steps on a CPU.
-            continue
-        assert each["loss"] == pytest.approx(same.copy().pop(), abs=0.1), name
-
-
-def check_fits(part: dict[str, dict[str, Any]]) -> None:
-    for name, record in part.items():
-        columns = record["columns"]
-        assert columns["fits"] == (not record["cause"])
-        assert not name.startswith("ours") or columns["estimate"] > 0
-
-
-def check_bits(part: dict[str, dict[str, Any]]) -> None:
-    equality = {
-        name: each["columns"].get("same_bits") for name, each in part.items() if each["columns"]
-    }
-    ours = {name for name in equality if name.startswith("ours")}
-    assert len(ours) == 6 and equality.pop("ours, on the device") is None
-    assert all(
-        equality[name].startswith("yes: 48 tensors after ") for name in ours & equality.keys()
-    )
-    control = equality.get(part_c.CONTROL)  # Only the nightly run measures the control row.
-    assert control in (None, "no: 2 of 48 tensors after step 12, embedding.weight first")
 
 
 @needs_kernels

@@ -28,14 +28,8 @@ def mains(optimizer):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averaged_weights_follow_a_float64_oracle_for_200_steps(dtype):
     decay, rounded = 0.99, dtype == "bfloat16"
-    model, optimizer = build(
-        "bf16",
-        experts=False,
-        lr=2e-3,
-        ema_decay=decay,
-        ema_dtype=dtype,
-        stochastic_rounding=rounded,
-    )
+    settings = {"ema_decay": decay, "ema_dtype": dtype, "stochastic_rounding": rounded}
+    model, optimizer = build("bf16", experts=False, lr=2e-3, **settings)
     oracle = {}
     largest = 0.0
     for step in range(200):

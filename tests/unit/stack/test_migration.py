@@ -17,35 +17,22 @@ from support.one_rank import one_rank
 from support.universal import write_universal
 
 
-def tree_equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and same_bits(a, b)
-    if isinstance(a, dict):
-        return (
-            isinstance(b, dict)
-            and a.keys() == b.keys()
-            and all(tree_equal(a[key], b[key]) for key in a)
-        )
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(tree_equal, a, b))
-    return a == b
-
-
 def same_state(a, b):
-    return tree_equal(
-        {n: dict(s) for n, s in a.state.items()}, {n: dict(s) for n, s in b.state.items()}
+    one, other = ({name: dict(state) for name, state in each.state.items()} for each in (a, b))
+    keys, other_keys = ({name: [*sorted(s)] for name, s in each.items()} for each in (one, other))
+    return keys == other_keys and all(
+        same_bits(value, other[name][key]) for name in one for key, value in one[name].items()
     )
 
 
 def cloned(state):
-    return foreign.ForeignState(
-        state.groups,
-        {
-            name: {key: value.clone() for key, value in found.items()}
-            for name, found in state.state.items()
-        },
-        state.grad_scaler,
-    )
+    copies = {name: {k: v.clone() for k, v in found.items()} for name, found in state.state.items()}
+    return foreign.ForeignState(state.groups, copies, state.grad_scaler)
+
+
+def without(key, state):
+    """Return the state of each parameter without one key."""
+    return {name: {k: v for k, v in s.items() if k != key} for name, s in state.items()}
 
 
 def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
@@ -57,9 +44,8 @@ def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
     optimizer = optimizer_cls([{"params": part} for part in split], lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         model.zero_grad()
-        model(
-            torch.arange(11)[torch.randperm(11, generator=torch.Generator().manual_seed(step))]
-        ).backward()
+        order = torch.randperm(11, generator=torch.Generator().manual_seed(step))
+        model(torch.arange(11)[order]).backward()
         for name, param in named_params:
             masters[name].grad = param.grad.float()
         optimizer.step()
@@ -87,15 +73,9 @@ def test_import_state_copies_torch_adamw_state_and_masters_exactly(precision, fr
     state = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     model, optimizer = build(precision, fraction, seed=5)
     foreign.import_state(optimizer, state)
-    assert_imported(
-        optimizer,
-        model,
-        {n: {k: v for k, v in s.items() if k != "master_param"} for n, s in state.state.items()},
-        masters,
-    )
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}, (
-        "hyperparameters are ours"
-    )
+    assert_imported(optimizer, model, without("master_param", state.state), masters)
+    # Hyperparameters are those of our optimizer.
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
     losses = train(model, optimizer, 2)
     assert optimizer.metrics()["skipped_steps"] == 0 and len(losses) == 2
 
@@ -104,16 +84,13 @@ def test_torch_adamw_continues_from_exported_state():
     model, optimizer = build("fp32")
     train(model, optimizer, 3)
     state = foreign.export_state(optimizer)
-    copies = {
-        name: nn.Parameter(value.clone()) for name, value in foreign.fp32_params(state).items()
-    }
-    adamw = torch.optim.AdamW(
-        [{"params": [(name, copies[name]) for name in group.names]} for group in state.groups]
-    )
+    fp32 = foreign.fp32_params(state)
+    copies = {name: nn.Parameter(value.clone()) for name, value in fp32.items()}
+    groups = [{"params": [(name, copies[name]) for name in group.names]} for group in state.groups]
+    adamw = torch.optim.AdamW(groups)
     adamw.load_state_dict(foreign.to_torch(cloned(state)))
-    assert [group["weight_decay"] for group in adamw.param_groups] == [
-        g.settings["weight_decay"] for g in state.groups
-    ]
+    decays = [group.settings["weight_decay"] for group in state.groups]
+    assert [group["weight_decay"] for group in adamw.param_groups] == decays
     model.zero_grad()
     model(torch.arange(11)).backward()
     for name, param in model.named_parameters():
@@ -140,16 +117,13 @@ def test_export_then_import_continues_with_equal_bits(tmp_path, precision, way):
         assert back.groups == state.groups
     assert same_state(back, state)
     scale = optimizer.get_loss_scale().clone()
-    expected = (
-        train(model, optimizer, 3, start=3),
-        {n: p.detach().clone() for n, p in model.named_parameters()},
-    )
+    expected = train(model, optimizer, 3, start=3)
     other, fresh = build(precision, 0.5, seed=8)
     foreign.import_state(fresh, back)
     if way == "file":
         assert torch.equal(fresh.get_loss_scale(), scale)
-    assert train(other, fresh, 3, start=3) == expected[0]
-    assert all(same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters())
+    assert train(other, fresh, 3, start=3) == expected
+    assert all(map(same_bits, other.parameters(), model.parameters()))
 
 
 def test_from_checkpoint_exports_state_without_a_model(tmp_path):
@@ -163,9 +137,8 @@ def test_from_checkpoint_exports_state_without_a_model(tmp_path):
     with pytest.raises(ValueError, match=r"compact format .*full_precision=True"):
         foreign.from_checkpoint(tmp_path / "compact")
     checkpoint.save(tmp_path / "compact", compact, optimizer, full_precision=True)
-    assert same_state(
-        foreign.from_checkpoint(tmp_path / "compact"), foreign.export_state(optimizer)
-    )
+    found = foreign.from_checkpoint(tmp_path / "compact")
+    assert same_state(found, foreign.export_state(optimizer))
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         foreign.from_checkpoint(tmp_path / "nothing")
 
@@ -175,12 +148,8 @@ def test_import_state_copies_sgd_momentum_and_needs_a_step_count():
     state = foreign.from_torch(sgd.state_dict(), list(masters), masters=masters, step=3)
     model, optimizer = build("bf16", optimizer="sgd")
     foreign.import_state(optimizer, state)
-    assert_imported(
-        optimizer,
-        model,
-        {n: {"momentum_buffer": s["momentum_buffer"]} for n, s in state.state.items()},
-        masters,
-    )
+    momentum = {n: {"momentum_buffer": s["momentum_buffer"]} for n, s in state.state.items()}
+    assert_imported(optimizer, model, momentum, masters)
     with pytest.raises(ValueError, match=r"the state of embed has no step.*pass step="):
         foreign.from_torch(sgd.state_dict(), list(masters))
 
@@ -220,15 +189,14 @@ def test_import_state_writes_nothing_when_shape_or_dtype_does_not_match():
     model, optimizer = build("bf16")
     before = cloned(foreign.export_state(optimizer))
 
-    def changed(name, **new):
-        return foreign.ForeignState(
-            state.groups, {**state.state, name: {**state.state[name], **new}}
-        )
+    def changed(**new):
+        dense = {"dense": {**state.state["dense"], **new}}
+        return foreign.ForeignState(state.groups, {**state.state, **dense})
 
     for wrong, reason in (
-        (changed("dense", exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
-        (changed("dense", max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
-        (changed("dense", exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64"),
+        (changed(exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
+        (changed(max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
+        (changed(exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64"),
     ):
         with pytest.raises(ValueError, match=reason):
             foreign.import_state(optimizer, wrong)
@@ -236,33 +204,29 @@ def test_import_state_writes_nothing_when_shape_or_dtype_does_not_match():
     with pytest.raises(ValueError, match=r"embed is torch\.bfloat16, .*main_from_model=True"):
         foreign.import_state(optimizer, bare)
     assert same_state(foreign.export_state(optimizer), before)
-    assert all(
-        same_bits(p.detach(), before.state[n]["master_param"].to(p.dtype))
-        for n, p in model.named_parameters()
-    )
+    for name, param in model.named_parameters():
+        assert same_bits(param.detach(), before.state[name]["master_param"].to(param.dtype))
     foreign.import_state(optimizer, bare, main_from_model=True)
     after = foreign.export_state(optimizer)
-    assert all(
-        same_bits(after.state[n]["master_param"], before.state[n]["master_param"])
-        for n in after.names
-    )
+    for name in after.names:
+        assert same_bits(after.state[name]["master_param"], before.state[name]["master_param"])
     assert same_bits(after.state["dense"]["exp_avg"], state.state["dense"]["exp_avg"])
 
 
+def moments_of(shape):
+    return {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+
+
 def megatron_like(parts):
+    shapes = [shape for _, shape, _ in parts]
+    state = {i: moments_of(shape) for i, shape in enumerate(shapes)}
+    groups = [{"lr": 1e-3, "step": 4, "params": list(state)}]
+    scaler = {"scale": torch.tensor([2.0**9])}
+    for name, count in (("growth_tracker", 3), ("hysteresis_tracker", 2)):
+        scaler[name] = torch.tensor([count], dtype=torch.int32)
     return {
-        "optimizer": {
-            "state": {
-                i: {"exp_avg": torch.randn(s), "exp_avg_sq": torch.rand(s)}
-                for i, (_, s, _) in enumerate(parts)
-            },
-            "param_groups": [{"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}],
-        },
-        "grad_scaler": {
-            "scale": torch.tensor([2.0**9]),
-            "growth_tracker": torch.tensor([3], dtype=torch.int32),
-            "hysteresis_tracker": torch.tensor([2], dtype=torch.int32),
-        },
+        "optimizer": {"state": state, "param_groups": groups},
+        "grad_scaler": scaler,
         "fp32_from_fp16_params": [[torch.randn(s) for _, s, half in parts if half]],
     }
 
@@ -277,9 +241,8 @@ def test_from_megatron_reads_a_chain_with_fp32_params_and_a_loss_scale(tmp_path)
     chain = torch.load(tmp_path / "chain.pt", weights_only=True)
     names = [n for n, *_ in (*dense, *experts)]
     state = foreign.from_megatron(chain, names, fp32_names={"scale"})
-    assert same_state(
-        foreign.from_megatron([chain[0], chain[1]], names, fp32_names={"scale"}), state
-    )
+    listed = foreign.from_megatron([chain[0], chain[1]], names, fp32_names={"scale"})
+    assert same_state(listed, state)
     foreign.import_state(optimizer, state)
     assert float(optimizer.get_loss_scale()) == 2.0**9
     found = foreign.export_state(optimizer).state
@@ -288,9 +251,8 @@ def test_from_megatron_reads_a_chain_with_fp32_params_and_a_loss_scale(tmp_path)
         assert float(found[name]["step"]) == 4.0
         if not half:
             assert same_bits(found[name]["master_param"], model.get_parameter(name).detach())
-    with pytest.raises(
-        ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; pass .*fp32_names="
-    ):
+    said = r"has 4 FP32 copies for 5 16-bit parameters; pass .*fp32_names="
+    with pytest.raises(ValueError, match=said):
         foreign.from_megatron(chain, names)
     with pytest.raises(ValueError, match="names= has 8 entries"):
         foreign.from_megatron(chain, [*names, "more"])
@@ -306,79 +268,47 @@ def test_from_megatron_reads_state_of_the_installed_megatron(tmp_path):
 
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (6, 4), "down": (4, 6), "bias": (6,)}
-    params = {
-        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
-    }
+    params, grads = (
+        {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+        for _ in range(2)
+    )
     with megatron.job_ended():
-        grads = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes.values()]
-        step = megatron.megatron_step(list(params.values()), grads, fused=True)
+        step = megatron.megatron_step(list(params.values()), list(grads.values()), fused=True)
         for _ in range(3):
             step()
-        theirs = next(
-            cell.cell_contents
-            for cell in step.__closure__
-            if hasattr(cell.cell_contents, "state_dict")
-        )
-        saved = theirs.state_dict()
+        held = [cell.cell_contents for cell in step.__closure__]
+        saved = next(each for each in held if hasattr(each, "state_dict")).state_dict()
     torch.save(saved, tmp_path / "megatron.pt")
     saved = torch.load(tmp_path / "megatron.pt", weights_only=True)
     # The names follow the order of the only group.
     state = foreign.from_megatron(saved, list(shapes))
-    model = nn.ParameterDict(
-        {name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()}
-    )
+    model = nn.ParameterDict({n: nn.Parameter(torch.zeros_like(p)) for n, p in params.items()})
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
     masters = dict(zip(shapes, saved["fp32_from_fp16_params"][0], strict=True))
     assert {float(s["step"]) for s in state.state.values()} == {3.0}
-    assert_imported(
-        optimizer,
-        model,
-        {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")} for n, s in state.state.items()},
-        masters,
-    )
-    assert all(same_bits(model[name].detach(), params[name]) for name in shapes), (
-        "their parameters, from their masters"
-    )
-
-
-def apex_like():
-    shapes = [[(4, 6), (6,)], [(3, 3)]]
-    state, index = {}, 0
-    for group in shapes:
-        for shape in group:
-            state[index] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
-            index += 1
-    groups = [
-        {
-            "lr": 1e-3,
-            "bias_correction": True,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": decay,
-            "step": torch.tensor([7], dtype=torch.int32) if decay else 7,
-            "params": params,
-        }
-        for decay, params in ((0.1, [0, 1]), (0.0, [2]))
-    ]
-    return {"state": state, "param_groups": groups}, [
-        [torch.randn(s) for s in group] for group in shapes
-    ]
+    assert_imported(optimizer, model, without("master_param", state.state), masters)
+    # Megatron's parameters have the values of its masters.
+    assert all(same_bits(model[name].detach(), params[name]) for name in shapes)
 
 
 def test_from_apex_reads_state_and_masters():
-    saved, masters = apex_like()
-    names = ["w", "b", "v"]
+    shapes, names = [(4, 6), (6,), (3, 3)], ["w", "b", "v"]
+    plain = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
+    counts = torch.tensor([7], dtype=torch.int32), 7
+    groups = [
+        {**plain, "weight_decay": 0.1, "step": counts[0], "params": [0, 1]},
+        {**plain, "weight_decay": 0.0, "step": counts[1], "params": [2]},
+    ]
+    saved = {"state": {i: moments_of(s) for i, s in enumerate(shapes)}, "param_groups": groups}
+    flat = [torch.randn(shape) for shape in shapes]
+    masters = [flat[:2], flat[2:]]
     state = foreign.from_apex(saved, masters, names)
-    model = nn.ParameterDict(
-        {
-            name: nn.Parameter(torch.zeros_like(value).bfloat16())
-            for name, value in zip(names, [*masters[0], *masters[1]], strict=True)
-        }
-    )
+    of = dict(zip(names, flat, strict=True))
+    zeros = {n: nn.Parameter(torch.zeros_like(v).bfloat16()) for n, v in of.items()}
+    model = nn.ParameterDict(zeros)
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
-    of = dict(zip(names, [*masters[0], *masters[1]], strict=True))
     assert_imported(optimizer, model, dict(zip(names, saved["state"].values(), strict=True)), of)
     assert {float(s["step"]) for s in state.state.values()} == {7.0}
     with pytest.raises(ValueError, match="masters"):
@@ -390,11 +320,7 @@ def test_from_apex_reads_state_and_masters():
 def test_from_deepspeed_reads_universal_checkpoints(tmp_path, flat):
     model, optimizer = build("bf16")
     params = {
-        name: {
-            "fp32": torch.randn(p.shape),
-            "exp_avg": torch.randn(p.shape),
-            "exp_avg_sq": torch.rand(p.shape),
-        }
+        name: {"fp32": torch.randn(p.shape), **moments_of(p.shape)}
         for name, p in model.named_parameters()
     }
     write_universal(tmp_path, params, flat=flat)
@@ -403,12 +329,8 @@ def test_from_deepspeed_reads_universal_checkpoints(tmp_path, flat):
             foreign.from_deepspeed(tmp_path)
     state = foreign.from_deepspeed(tmp_path, step=5 if flat else None)
     foreign.import_state(optimizer, state)
-    assert_imported(
-        optimizer,
-        model,
-        {n: {k: v for k, v in s.items() if k != "fp32"} for n, s in params.items()},
-        {n: s["fp32"] for n, s in params.items()},
-    )
+    masters = {name: state["fp32"] for name, state in params.items()}
+    assert_imported(optimizer, model, without("fp32", params), masters)
     assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
 
 
@@ -429,18 +351,11 @@ def test_import_state_shards_values_over_dtensor_params(tmp_path):
     with one_rank():
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         whole = torch.randn(4, 6)
-        model = nn.ParameterDict(
-            {"w": nn.Parameter(distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)]))}
-        )
+        part = distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)])
+        model = nn.ParameterDict({"w": nn.Parameter(part)})
         optimizer = get_megatron_optimizer(config_for("bf16"), model)
-        moments = {
-            "step": torch.tensor(3.0),
-            "exp_avg": torch.randn(4, 6),
-            "exp_avg_sq": torch.rand(4, 6),
-        }
-        state = foreign.ForeignState(
-            (foreign.ForeignGroup(("w",)),), {"w": {**moments, "master_param": whole}}
-        )
+        of_w = {"step": torch.tensor(3.0), **moments_of((4, 6)), "master_param": whole}
+        state = foreign.ForeignState((foreign.ForeignGroup(("w",)),), {"w": of_w})
         foreign.import_state(optimizer, state)
         assert isinstance(optimizer.state[model["w"]]["exp_avg"], DTensor)
         assert same_state(foreign.export_state(optimizer), state)
@@ -455,11 +370,9 @@ def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsy
     """The state goes from torch to a file of mp_optim and to torch."""
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
-    torch.save(masters, tmp_path / "masters.pt")
-    (tmp_path / "names.json").write_text(json.dumps([f"module.{name}" for name in masters]))
-    torch.save(
-        {f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt"
-    )
+    prefixed = {f"module.{name}": value for name, value in masters.items()}
+    (tmp_path / "names.json").write_text(json.dumps([*prefixed]))
+    torch.save(prefixed, tmp_path / "masters.pt")
     here, torch_names = tmp_path, "--key optimizer --strip-prefix module."
     names = f"--names {here}/names.json --masters {here}/masters.pt"
     command(f"torch --source {here}/adamw.pt --target {here}/a.pt {names} {torch_names}")
@@ -471,8 +384,7 @@ def test_convert_command_round_trips_torch_state_with_equal_bits(tmp_path, capsy
     )
     first = foreign.from_torch(adamw.state_dict(), list(masters), masters=masters)
     assert same_state(last, first)
-    write_universal(
-        tmp_path, {"w": dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), masters["dense"])}
-    )
+    state = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), masters["dense"])
+    write_universal(tmp_path, {"w": state})
     command(f"deepspeed --source {here} --target {here}/b.pt")
     assert foreign.from_file(tmp_path / "b.pt").names == ["w"]

@@ -53,7 +53,7 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
-PAIRS = list(itertools.product(SURROUNDINGS, STACKS))[::2]
+PAIRS = list(itertools.product(SURROUNDINGS, STACKS))[::3]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

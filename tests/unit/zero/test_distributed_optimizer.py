@@ -88,7 +88,7 @@ def test_sharding_error_names_the_cause_when_calls_come_in_a_wrong_order(ranks):
         for how in ("second backward", "no zero_grad"):
             assert "got a gradient after the gradients of this step were reduced" in found[how]
         assert (
-            "dense.weight was used without a call of the module that holds it"
+            "dense was used without a call of the module that holds it"
             in found["module not called"]
         )
         assert found["waited by hand"] == "no error"

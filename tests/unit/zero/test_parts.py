@@ -59,16 +59,6 @@ def test_fsdp_step_names_the_rank_whose_settings_differ_and_steps_nothing(ranks)
         assert max(run["seconds"] for run in rank["fsdp"].values()) < 4
 
 
-def test_step_names_a_rank_that_steps_twice(ranks):
-    for rank in ranks:
-        told = rank["twice"]["told"]
-        assert (
-            "rank 1 was agreeing on the gradient norm" in told
-            and "each of ranks 0, 2 was reducing" in told
-        )
-        assert "call step(), backward() and zero_grad() equally often" in told
-
-
 @pytest.mark.parametrize("off, skips", [(0.0, False), (3.0, True)])
 def test_device_verdict_skips_the_step_when_ranks_disagree(off, skips):
     """The device must skip before the host reads the verdict."""

@@ -39,5 +39,6 @@ def test_scale_rows_and_averaged_weights_name_the_rank_that_calls_alone(ranks, w
     for rank in ranks:
         assert f"rank {ODD} was {ALONE[what]}" in rank[what]
         assert "each of ranks 0, 2 was reducing the gradients" in rank[what]
+        assert "call step(), backward() and zero_grad() equally often" in rank[what]
         # A rank that calls alone must not repeat the agreement.
         assert "(and again)" not in rank[what]

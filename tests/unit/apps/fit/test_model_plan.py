@@ -15,6 +15,7 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.apps.fit.model_plan import Layout, ParamSpec, plan, smallest_fraction
 from mp_optim.factory.memory_plan import memory_of
 from mp_optim.factory.offload_fraction import with_fraction
+from support.models import DTYPES, config_for
 from support.offload import CountingTransfer, hybrids
 
 GIB = 2**30
@@ -37,47 +38,26 @@ class Bag(nn.Module):
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
     kind = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-    shapes = draw(
-        st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
-    )
-    dtypes = [
-        half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32]))
-        for _ in shapes
-    ]
-    specs = [
-        ParamSpec(
-            f"p{index}",
-            shape,
-            dtype,
-            draw(st.booleans()),
-            index == 0 or draw(st.integers(0, 4)) > 0,
-        )
-        for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    ]
+    half, shapes_of = DTYPES[kind], st.lists(st.integers(0, 40), max_size=3).map(tuple)
+    specs = []
+    for index, shape in enumerate(draw(st.lists(shapes_of, min_size=1, max_size=8))):
+        dtype = draw(st.sampled_from([half, half, half if kind == "fp32" else torch.float32]))
+        is_expert, is_trained = draw(st.booleans()), index == 0 or draw(st.integers(0, 4)) > 0
+        specs.append(ParamSpec(f"p{index}", shape, dtype, is_expert, is_trained))
     rule = draw(st.sampled_from(["adam", "lamb", "lion", "sgd"]))
-    settings_of: dict[str, object] = {
-        "optimizer": rule,
-        "lr": 1e-3,
-        "bf16": kind == "bf16",
-        "fp16": kind == "fp16",
-    }
+    settings_of: dict[str, object] = {"optimizer": rule, "lr": 1e-3}
+    settings_of |= {"bf16": kind == "bf16", "fp16": kind == "fp16"}
     if draw(st.booleans()) and kind != "fp32":
         moment = st.sampled_from(["float32", "bfloat16", "float16", "uint8"])
-        settings_of |= {
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": draw(st.one_of(moment, st.just("uint4"))),
-        }
+        settings_of["use_precision_aware_optimizer"] = True
+        settings_of["exp_avg_dtype"] = draw(st.one_of(moment, st.just("uint4")))
         if rule in ("adam", "lamb"):
             settings_of["exp_avg_sq_dtype"] = draw(moment)
         if {"uint8", "uint4"} & {settings_of["exp_avg_dtype"], settings_of.get("exp_avg_sq_dtype")}:
             settings_of["fp32_state_below"] = draw(st.sampled_from([0, 5, 1000]))
         if kind == "bf16":
-            settings_of |= draw(
-                st.sampled_from(
-                    [{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]
-                )
-            )
+            forms = [{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]
+            settings_of |= draw(st.sampled_from(forms))
     if draw(st.booleans()):
         settings_of["ema_decay"] = 0.9
     config = OptimizerConfig(**settings_of)
@@ -149,13 +129,7 @@ def test_smallest_fraction_fits_in_memory_and_a_64th_less_does_not() -> None:
 def test_plan_counts_a_copy_of_all_saved_tensors_for_background_saves(fraction: float) -> None:
     model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
     for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
-        config = OptimizerConfig(
-            lr=1e-3,
-            bf16=True,
-            ema_decay=decay,
-            optimizer_cpu_offload=fraction > 0,
-            optimizer_offload_fraction=fraction,
-        )
+        config = config_for("bf16", fraction, ema_decay=decay)
         assert plan(model, config).background_save // 500_000 == each
         assert "a save in the background: at most 0.00" in str(plan(model, config))
 
@@ -192,13 +166,8 @@ def test_plan_error_omits_release_gradients_when_it_would_save_nothing() -> None
 
 
 def auto(**settings: object) -> OptimizerConfig:
-    return OptimizerConfig(
-        lr=1e-3,
-        bf16=True,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction="auto",
-        **settings,
-    )
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto"}
+    return OptimizerConfig(lr=1e-3, bf16=True, **offload, **settings)
 
 
 def linears(count: int = 16) -> nn.Module:

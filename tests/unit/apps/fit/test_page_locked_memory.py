@@ -12,29 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import get_megatron_optimizer
 from mp_optim.apps.fit.model_plan import plan
 from mp_optim.host.host_memory import page_locked_bytes, power_of_two
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload import hybrid
+from support.models import config_for
 from support.offload import MODES, hybrids
 
 DOCS = Path(__file__).parents[4] / "docs" / "process.md"
-PRECISIONS = {
-    "fp32": {"bf16": False},
-    "bf16": {"bf16": True},
-    "remainder": {
-        "bf16": True,
-        "use_precision_aware_optimizer": True,
-        "store_param_remainders": True,
-    },
-    "8-bit": {
-        "bf16": True,
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "uint8",
-        "exp_avg_sq_dtype": "uint8",
-    },
-}
 
 
 class ChargingTransfer(Transfer):
@@ -72,23 +58,15 @@ class ChargingTransfer(Transfer):
         ("fp32", True, 700),
         ("bf16", True, 1500),
         ("bf16", False, 700),
-        ("remainder", False, 1500),
-        ("8-bit", True, 700),
+        ("bf16-remainder", False, 1500),
+        ("bf16-8bit", True, 700),
     ],
 )
 def test_plan_equals_host_memory_that_a_run_allocates(
     mode: str, precision: str, pins: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = OptimizerConfig(
-        lr=1e-3,
-        clip_grad=0.0,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
-        offload_mode=mode,
-        pin_cpu_grads=pins,
-        pin_cpu_params=pins,
-        **PRECISIONS[precision],
-    )
+    pinned = {"pin_cpu_grads": pins, "pin_cpu_params": pins}
+    config = config_for(precision, 1.0, clip_grad=0.0, offload_mode=mode, **pinned)
     layers = [nn.Linear(1111, width), nn.Linear(width, width), nn.Linear(width, 1)]
     model = nn.Sequential(*layers)
     model = model.bfloat16() if config.bf16 else model
@@ -124,13 +102,7 @@ def sizes_of(elements: int) -> Iterator[int]:
 
 
 def pieces_of(elements: int) -> dict[str, list[int]]:
-    config = OptimizerConfig(
-        lr=1e-3,
-        bf16=True,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=1.0,
-        offload_mode="speculative",
-    )
+    config = config_for("bf16", 1.0, offload_mode="speculative")
     kind = {"dtype": torch.bfloat16, "device": "meta"}
     params = [nn.Parameter(torch.empty(size, **kind)) for size in sizes_of(elements)]
     (inner,) = hybrids(get_megatron_optimizer(config, nn.ParameterList(params)))
