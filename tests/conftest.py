@@ -1,8 +1,6 @@
 """Tests that need an accelerator are marked, skipped where there is none, and listed at the end as
 not run."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

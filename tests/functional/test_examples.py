@@ -1,9 +1,6 @@
 """The programs of tools/examples train with this package's optimizers."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +25,7 @@ LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": 
 largest allowed fraction of the last by the first loss."""
 
 
-def test_examples_folder_has_a_test_for_each_program() -> None:
+def test_examples_folder_has_a_test_for_each_program():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         *ALONE,
         *LAUNCHED,
@@ -41,18 +38,18 @@ def test_examples_folder_has_a_test_for_each_program() -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_single_process_examples_reduce_their_loss(name: str) -> None:
+def test_single_process_examples_reduce_their_loss(name):
     losses = program(f"examples/{name}").main()
     assert losses[-1] < ALONE[name] * losses[0]
 
 
-def test_rl_loop_example_increases_the_reward() -> None:
+def test_rl_loop_example_increases_the_reward():
     rewards = program("examples/rl_loop").main(60)
     assert rewards[0] < 0.4 and rewards[-1] > 0.7
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_launched_examples_reduce_their_loss(name: str) -> None:
+def test_launched_examples_reduce_their_loss(name):
     processes, factor = LAUNCHED[name]
     path = str(EXAMPLES / f"{name}.py")
     written = run_program_of_ranks(processes, path) if processes else run_forked_program(path)
@@ -68,14 +65,14 @@ def losses_in(written: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("machine", ["24GB", "16GB"])
 def test_full_finetune_example_reduces_its_loss_with_the_settings_for_each_machine(
-    machine: str, tmp_path: Path
-) -> None:
+    machine, tmp_path
+):
     disk = str(tmp_path) if machine == "24GB" else ""
     losses = program("examples/full_finetune").main(machine, disk=disk, lr=3e-3, steps=30)
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path: Path) -> None:
+def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path):
     """A third run starts from weights that rank 0 reads from a folder."""
     path = str(EXAMPLES / "fsdp2_qwen3_moe.py")
     first, last = losses_in(run_program_of_ranks(2, path))
@@ -88,9 +85,7 @@ def test_fsdp2_moe_example_gives_equal_losses_on_host_and_disk(tmp_path: Path) -
     assert losses_in(run_program_of_ranks(2, path, saved, "1e-2", disk)) == (first, last)
 
 
-def test_diffusion_ema_example_samples_near_the_data_and_fits_a_48_gb_gpu(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_diffusion_ema_example_samples_near_the_data_and_fits_a_48_gb_gpu(capsys):
     losses, distance = program("examples/diffusion_ema").main()
     assert losses[-1] < 0.6 * losses[0] and distance < 0.2
     model = f"{EXAMPLES / 'diffusion_ema.py'}:build"
@@ -98,14 +93,14 @@ def test_diffusion_ema_example_samples_near_the_data_and_fits_a_48_gb_gpu(
     assert "fits: " in capsys.readouterr().out
 
 
-def test_sick_run_example_skips_and_names_bad_batches() -> None:
+def test_sick_run_example_skips_and_names_bad_batches():
     skipped = program("examples/sick_run").main()
     late = {step: reason for step, reason in skipped.items() if step > 10}
     assert list(late) == [150, 151, 180]
     assert "skip_step_sigma_factor" in late[150] and "inf or nan" in late[180]
 
 
-def test_any_ranks_example_continues_when_the_rank_count_changes(tmp_path: Path) -> None:
+def test_any_ranks_example_continues_when_the_rank_count_changes(tmp_path):
     """The rank count falls from 3 to 2 and rises to 3; the loss continues from the last value."""
     path, last = str(EXAMPLES / "any_ranks.py"), 1.0
     for ranks, end in ((3, 30), (2, 60), (3, 90)):
@@ -117,7 +112,7 @@ def test_any_ranks_example_continues_when_the_rank_count_changes(tmp_path: Path)
 
 
 @pytest.mark.parametrize("scaling", ["ours", "torch"])
-def test_fp16_fsdp2_example_learns_and_resumes_to_equal_bits(scaling: str) -> None:
+def test_fp16_fsdp2_example_learns_and_resumes_to_equal_bits(scaling):
     written = run_program_of_ranks(2, str(EXAMPLES / "fp16_fsdp2.py"), scaling)
     found = re.search(r"reward ([0-9.]+) -> ([0-9.]+), skipped (\d+) of 60", written)
     assert found is not None, written

@@ -1,15 +1,12 @@
 """The lines of docs/clients/index.md that give a program our optimizer run here. Stand-ins replace
 programs that cannot be installed with a CPU build of torch."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -211,7 +208,7 @@ def trained(model: nn.Module, optimizer: Any) -> mp_optim.AdamW:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("program", BUILDERS)
-def test_client_lines_of_the_docs_train_with_our_optimizer(program: str) -> None:
+def test_client_lines_of_the_docs_train_with_our_optimizer(program):
     model = network()
     known = {**NAMES, "model": model, "manager": Manager(), "data": []}
     for line in lines_for(program):
@@ -223,15 +220,13 @@ def test_client_lines_of_the_docs_train_with_our_optimizer(program: str) -> None
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_client_config_classes_build_an_optimizer_that_trains(name: str) -> None:
+def test_client_config_classes_build_an_optimizer_that_trains(name):
     model = network()
     taken = model.parameters() if CONFIGS[name] else model
     trained(model, config_classes()[name](lr=1e-2).build(taken))
 
 
-def test_miles_lines_of_the_docs_replace_the_factory_that_miles_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_miles_lines_of_the_docs_replace_the_factory_that_miles_imports(tmp_path, monkeypatch):
     """miles imports Megatron's factory by name after ``install()``, so the name must be ours by
     then."""
     pytest.importorskip("megatron.core.optimizer")
@@ -263,8 +258,8 @@ def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
 def test_training_resumes_with_equal_losses_from_state_in_flat_safetensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_params: str
-) -> None:
+    tmp_path, monkeypatch, main_params
+):
     config = partial(config_classes()["LerobotAdamWConfig"], lr=1e-2)
     monkeypatch.setattr(mp_optim, "AdamW", partial(mp_optim.AdamW, main_params=main_params))
     model = network()

@@ -1,7 +1,5 @@
 """Param groups and optimizer bytes of published models at full size, on the meta device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,36 +58,29 @@ def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: Tr
     )
 
 
-def test_full_size_configs_each_have_a_published_size() -> None:
+def test_full_size_configs_each_have_a_published_size():
     assert {path.stem for path in FULL_SIZE.glob("*.yaml")} == set(PUBLISHED_PARAMS)
 
 
 @each_model
-def test_full_size_param_count_is_within_1_percent_of_the_published_count(name: str) -> None:
+def test_full_size_param_count_is_within_1_percent_of_the_published_count(name):
     assert count(name) == pytest.approx(PUBLISHED_PARAMS[name], rel=0.01)
 
 
 @each_model
-def test_full_size_params_are_each_in_exactly_one_param_group(name: str) -> None:
-    _, model = config_and_model(name)
-    grouped = [id(param) for group in groups_of(name) for param in group["params"]]
-    assert sorted(grouped) == sorted(id(param) for param in model.parameters())
-
-
-@each_model
-def test_full_size_expert_groups_hold_exactly_the_routed_experts(name: str) -> None:
+def test_full_size_expert_groups_hold_exactly_the_routed_experts(name):
     assert count(name, lambda group: group["is_expert_parallel"]) == EXPERT_PARAMS[name]
 
 
 @each_model
-def test_full_size_groups_decay_matrices_and_not_vectors(name: str) -> None:
+def test_full_size_groups_decay_matrices_and_not_vectors(name):
     for group in groups_of(name):
         for param in group["params"]:
             assert group["wd_mult"] == (0.0 if param.dim() == 1 else 1.0)
 
 
 @each_model
-def test_full_size_describe_reports_12_bytes_of_state_per_param(name: str) -> None:
+def test_full_size_describe_reports_12_bytes_of_state_per_param(name):
     config, model = config_and_model(name)
     rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
     params = [param for group in groups_of(name) for param in group["params"]]

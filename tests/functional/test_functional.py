@@ -1,7 +1,5 @@
 """Every training case follows its golden values."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def uninterrupted(name: str) -> Curve:
 
 
 @pytest.mark.parametrize("name", case_names())
-def test_training_case_follows_its_golden_values(name: str, tmp_path: Path) -> None:
+def test_training_case_follows_its_golden_values(name, tmp_path):
     config, options = load_case(name)
     curve = finite(run_case(name, tmp_path)) if options.same_as else uninterrupted(name)
     if options.same_as is not None:
@@ -33,12 +31,12 @@ def test_training_case_follows_its_golden_values(name: str, tmp_path: Path) -> N
     assert not differences(curve, load_golden(name), precision_of(config))
 
 
-def test_moe_training_case_reduces_its_loss() -> None:
+def test_moe_training_case_reduces_its_loss():
     losses = uninterrupted("moe_bf16").losses
     assert losses[-1] < losses[0] - 1.0
 
 
-def test_fp16_training_case_skips_overflows_and_then_recovers() -> None:
+def test_fp16_training_case_skips_overflows_and_then_recovers():
     curve = uninterrupted("moe_fp16_forced_overflow")
     first_good = curve.skipped.index(False)
     assert first_good > 0
@@ -47,19 +45,19 @@ def test_fp16_training_case_skips_overflows_and_then_recovers() -> None:
     assert curve.losses[-1] < curve.losses[first_good] - 0.5
 
 
-def test_golden_values_have_no_skipped_steps_in_overflow_free_cases() -> None:
+def test_golden_values_have_no_skipped_steps_in_overflow_free_cases():
     for name in case_names():
         if "overflow" not in name:
             assert not any(load_golden(name).skipped), name
 
 
-def test_gradient_accumulation_case_follows_the_whole_batch_loss() -> None:
+def test_gradient_accumulation_case_follows_the_whole_batch_loss():
     whole, parts = uninterrupted("moe_bf16"), uninterrupted("gradient_accumulation")
     assert abs(whole.losses[0] - parts.losses[0]) < 1e-3
     assert abs(whole.losses[-1] - parts.losses[-1]) < 0.1
 
 
-def test_golden_comparison_reports_one_wrong_loss() -> None:
+def test_golden_comparison_reports_one_wrong_loss():
     golden = load_golden("moe_bf16")
     wrong = Curve(
         [*golden.losses[:-1], golden.losses[-1] + 0.05],

@@ -1,7 +1,5 @@
 """A training process that is killed and resumed ends with the bits of an uninterrupted run."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import signal
@@ -84,9 +82,7 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
         pytest.param("moe_fp32", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_training_gives_equal_bits_when_killed_and_resumed(
-    case: str, how: signal.Signals, tmp_path: Path
-) -> None:
+def test_training_gives_equal_bits_when_killed_and_resumed(case, how, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(command(case, killed))
     printed, errors = stop_after(STEPS // 2, process, killed, how)

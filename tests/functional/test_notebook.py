@@ -1,9 +1,6 @@
 """examples/finetune.ipynb runs from its first to its last cell."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
@@ -13,7 +10,7 @@ from support.launch import ROOT
 NOTEBOOK = ROOT / "examples/finetune.ipynb"
 
 
-def test_notebook_trains_resumes_and_shows_placements(tmp_path: Path) -> None:
+def test_notebook_trains_resumes_and_shows_placements(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)

@@ -1,7 +1,5 @@
 """Programs that find a class by its path or load a plugin build this package's optimizers."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator
@@ -90,7 +88,7 @@ def check_trained(trained: Trainer) -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_axolotl_plugin_trains_with_our_optimizer(tmp_path: Path) -> None:
+def test_axolotl_plugin_trains_with_our_optimizer(tmp_path):
     plugin = importlib.import_module("mp_optim.apps.integrations.axolotl")
     module, _, name = plugin.MpOptimPlugin().get_input_args().rpartition(".")
     arguments = getattr(importlib.import_module(module), name)
@@ -101,7 +99,7 @@ def test_axolotl_plugin_trains_with_our_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_ms_swift_callback_trains_with_our_optimizer_and_refuses_bad_args(tmp_path: Path) -> None:
+def test_ms_swift_callback_trains_with_our_optimizer_and_refuses_bad_args(tmp_path):
     importlib.import_module("mp_optim.apps.integrations.ms_swift")
     callbacks = sys.modules["swift.optimizers"].optimizers_map
     trained = trainer(tmp_path)

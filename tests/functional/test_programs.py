@@ -1,10 +1,7 @@
 """Client programs follow the losses of torch's FP32 AdamW and resume with equal losses. The folder
 docs/clients has the table."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +24,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_client_programs_follow_the_losses_of_fp32_torch_adamw(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_programs_follow_the_losses_of_fp32_torch_adamw(case, tmp_path, monkeypatch):
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     found = main(str(tmp_path / "ours"), offload=0.5, **how)
     if case == "torchtitan_container":
@@ -44,7 +39,7 @@ def test_client_programs_follow_the_losses_of_fp32_torch_adamw(
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_client_programs_resume_with_equal_losses(case: str, tmp_path: Path) -> None:
+def test_client_programs_resume_with_equal_losses(case, tmp_path):
     main, how = program(f"examples/{case.split()[0]}").main, PROGRAMS[case]
     whole = main(str(tmp_path / "run"), **how, **SETTINGS)
     resumed = main(str(tmp_path / "run"), resume=True, **how, **SETTINGS)
@@ -52,5 +47,5 @@ def test_client_programs_resume_with_equal_losses(case: str, tmp_path: Path) -> 
     assert half >= 30 and resumed[-half:] == whole[half:]
 
 
-def test_accelerate_with_fsdp2_resumes_with_equal_bits(tmp_path: Path) -> None:
+def test_accelerate_with_fsdp2_resumes_with_equal_bits(tmp_path):
     run_ranks("accelerate_fsdp2", 2, str(tmp_path / "state"))

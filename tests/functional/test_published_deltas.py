@@ -1,8 +1,6 @@
 """A trainer and a generator keep equal weights by deltas alone, although steps are skipped and each
 process is killed once."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

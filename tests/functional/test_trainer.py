@@ -1,7 +1,5 @@
 """The command line and the files of tools/train.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -23,7 +21,7 @@ from training.metrics import read_records
 QUICKSTART = str(TOOLS / "configs" / "quickstart.yaml")
 
 
-def test_trainer_config_prefers_flags_over_the_file_over_defaults() -> None:
+def test_trainer_config_prefers_flags_over_the_file_over_defaults():
     config = parse_command_line(
         [
             "--config",
@@ -66,9 +64,7 @@ def test_trainer_config_prefers_flags_over_the_file_over_defaults() -> None:
         ("model:\n  vocab_size: 100", "vocab_size=100: at least 256"),
     ],
 )
-def test_trainer_explains_an_invalid_config_file_in_one_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_trainer_explains_an_invalid_config_file_in_one_line(tmp_path, text, message):
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
@@ -76,7 +72,7 @@ def test_trainer_explains_an_invalid_config_file_in_one_line(
     assert re.search(message, str(stopped.value)) and "\n" not in str(stopped.value)
 
 
-def test_trainer_shards_over_two_ranks_with_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_trainer_shards_over_two_ranks_with_the_losses_of_one_process(tmp_path):
     """The first losses agree within 1e-6, and the second within 1 %. One process is refused."""
     config = tmp_path / "small.yaml"
     config.write_text(
@@ -113,9 +109,7 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
-def test_trainer_writes_metrics_figures_and_a_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainer_writes_metrics_figures_and_a_checkpoint(tmp_path, capsys):
     config, _ = load_case("moe_bf16_offload_03")
     run = dataclasses.replace(
         config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
@@ -171,9 +165,7 @@ def small(folder: Path, *flags: str) -> TrainConfig:
     return parse_command_line([*file, *flags])
 
 
-def test_trainer_extends_a_run_and_keeps_the_newest_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainer_extends_a_run_and_keeps_the_newest_checkpoints(tmp_path, capsys):
     def rates() -> list[float]:
         return [record.lr for record in read_records(tmp_path / "run" / "metrics.jsonl")]
 
@@ -187,9 +179,8 @@ def test_trainer_extends_a_run_and_keeps_the_newest_checkpoints(
     assert "all 4 steps were done: --run.steps N" in capsys.readouterr().out
     main(small(tmp_path, "--run.steps", "8", *again), console)
     assert "resuming at step 4 of 8" in capsys.readouterr().out
-    assert rates()[:4] == first and rates()[4:] == pytest.approx(
-        [4e-3 * (1 - step / 8) for step in range(4, 8)]
-    )
+    assert rates()[:4] == first
+    assert rates()[4:] == pytest.approx([4e-3 * (1 - step / 8) for step in range(4, 8)])
     assert [version.name for version in checkpoint.versions(folder)] == ["version-8"]
     with pytest.raises(
         SystemExit, match=r"schedule is not that of the run.*lr_decay_style='cosine'"

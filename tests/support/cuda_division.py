@@ -1,7 +1,5 @@
 """Divisions with CUDA's bits: CUDA multiplies by the reciprocal if the divisor is a number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,8 +18,7 @@ _DIVISIONS = (
 
 class DividesAsCuda(TorchDispatchMode):
     """Replaces each division of a floating-point tensor by a number with CUDA's product. The
-    reciprocal
-    is FP32, or FP64 for FP64 tensors.
+    reciprocal is FP32, or FP64 for FP64 tensors.
 
     Attributes:
         numbers: the divisors seen.

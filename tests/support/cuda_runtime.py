@@ -1,7 +1,5 @@
 """A stand-in for the part of the CUDA runtime that locks pages."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deviations between results of two backends, in units of their tolerances."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -21,8 +19,7 @@ MOST_RELATIVE = 1e-4
 @dataclass
 class Deviation:
     """Largest deviations found so far: of parameters in two units, of other tensors relative to
-    their
-    largest value."""
+    their largest value."""
 
     ulps: float = 0.0
     lrs: float = 0.0

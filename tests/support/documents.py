@@ -1,7 +1,5 @@
 """Read code blocks and tables from the documentation."""
 
-from __future__ import annotations
-
 import re
 
 from support.launch import ROOT

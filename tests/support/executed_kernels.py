@@ -10,8 +10,6 @@ MP_OPTIM_PTX=90 MP_OPTIM_BACKENDS=triton python -m support.executed_kernels prog
 MP_OPTIM_LAUNCHES=FILE appends every form of a launch to FILE.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fake hosts: the processor and cgroup files of a Linux kernel, below a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

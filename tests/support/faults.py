@@ -1,7 +1,5 @@
 """Flip bits in the inputs and outputs of a backend's step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

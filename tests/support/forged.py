@@ -1,7 +1,5 @@
 """Change checkpoint files, with matching checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ Two servers start the ranks in turn. They hash strings differently, so ranks tha
 order of a set do not agree by chance.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """torch's AdamW over FP32 copies: the reference for the torch-shaped classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Copies of the package that are installed outside of the checkout."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

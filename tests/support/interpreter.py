@@ -1,7 +1,5 @@
 """Speed up Triton's interpreter by caching its search for replaceable functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +17,7 @@ def look_once() -> None:
 
 class _OnceInALaunch:
     """The interpreter's ``_patch_lang``, run once per launch. The launch restores replaced
-    functions when
-    it ends; nested calls do not."""
+    functions when it ends; nested calls do not."""
 
     def __init__(self, patch: Callable[[Any], Any], nothing: Callable[[], Any]) -> None:
         self._patch, self._nothing = patch, nothing

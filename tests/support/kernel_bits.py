@@ -1,7 +1,5 @@
 """Compare the bits of a step by kernels with a step by ``reference`` from equal lists."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, product

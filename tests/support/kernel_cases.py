@@ -1,7 +1,5 @@
 """Tensor lists of every form for kernels, and a step over them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,8 +88,7 @@ def some_mild(generator: torch.Generator, value: Tensor) -> Tensor:
 
 def into_other_memory(lists: TensorLists) -> TensorLists:
     """Return the same call with the present values as its source, and new memory with all bits set
-    as its
-    destination."""
+    as its destination."""
 
     def other(tensor: Tensor) -> Tensor:
         found = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)[3:]

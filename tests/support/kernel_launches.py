@@ -1,7 +1,5 @@
 """Count the kernels that torch would launch: operations that are neither views nor allocations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

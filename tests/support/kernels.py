@@ -1,7 +1,5 @@
 """Skip tests of kernels if their package is missing; fail if an installed package does not work."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start the processes of tests with their import paths."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

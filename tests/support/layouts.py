@@ -3,8 +3,6 @@
 Gradients are computed from names and steps, so every layout steps with equal gradients.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,5 @@
 """A small GPT of Megatron-core on a CPU, in its DistributedDataParallel. Training makes up
-gradients,
-because Megatron's attention has no forward pass on a CPU."""
-
-from __future__ import annotations
+gradients, because Megatron's attention has no forward pass on a CPU."""
 
 import warnings
 from collections.abc import Sequence

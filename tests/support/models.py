@@ -1,7 +1,5 @@
 """Small models, a training helper, and a transfer that gives wrong results if a wait is missing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions of verl, SkyRL and AReaL that move optimizer state away and back around a rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

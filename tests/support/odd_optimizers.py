@@ -1,7 +1,5 @@
 """Optimizer that ends its process or never returns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

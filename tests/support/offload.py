@@ -1,7 +1,5 @@
 """Models in every offload mode, worker delays, and snapshots of a run."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

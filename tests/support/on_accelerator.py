@@ -3,8 +3,6 @@
 python -m pytest -p support.on_accelerator tests/unit/offload
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

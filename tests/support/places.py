@@ -1,7 +1,5 @@
 """The places of optimizer state (accelerator, host, streamed, disk) as settings of the classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

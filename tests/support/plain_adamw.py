@@ -1,7 +1,5 @@
 """A plain AdamW, and more than forty wrong versions of it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies of all tensors and settings of a model and its optimizer, to compare bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

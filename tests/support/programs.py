@@ -1,7 +1,5 @@
 """Load the programs of tools by path, and list the examples that tests run."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType
 from typing import Any

@@ -6,8 +6,6 @@ and hooks alone. The server prints a line when it is ready. Each line of stdin l
 lines of stdout give the process id and the exit status of each rank.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Write golden values: `PYTHONPATH=tests:tools python -m support.regenerate [case...]`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

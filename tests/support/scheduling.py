@@ -1,7 +1,5 @@
 """Assign tests to the processes of pytest-xdist."""
 
-from __future__ import annotations
-
 import functools
 
 from xdist.scheduler import LoadScopeScheduling

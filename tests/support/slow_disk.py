@@ -1,7 +1,5 @@
 """A disk that transfers as late as possible, so that a missing wait gives wrong bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch

@@ -5,8 +5,6 @@ python -m support.tritons --of-torch       # the version that each torch of the 
 python -m support.tritons --fetch          # download the oldest version for its test
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Backward passes in two threads, as autograd runs them for a CPU and an accelerator."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -11,8 +9,7 @@ from torch import Tensor, nn
 
 class Narrow:
     """Counts the threads that are in a block at once. Each thread stays for a while, so that a
-    second
-    thread without a lock is seen.
+    second thread without a lock is seen.
 
     Attributes:
         most: largest number of threads at once.
@@ -40,8 +37,7 @@ def backward_in_two_threads(first: nn.Sequential, second: nn.Sequential, place: 
     """Run backward through two stacks of layers at once, in two threads.
 
     The caller's thread starts and ends in the last layer of the first stack. Gradients of the
-    second
-    stack arrive while the caller is in the block.
+    second stack arrive while the caller is in the block.
     """
     failures: list[BaseException] = []
 

@@ -4,8 +4,6 @@ Under Triton's interpreter device tensors are CPU tensors, so every conversion o
 number raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

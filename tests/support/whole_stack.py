@@ -1,7 +1,5 @@
 """Build Megatron's optimizer from parameters and settings, like a torch optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vector clocks of streams and threads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

@@ -1,7 +1,5 @@
 """Simulated devices that keep their memory on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

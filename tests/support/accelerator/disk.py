@@ -1,7 +1,5 @@
 """A simulated disk: each transfer is a stream, and the simulation records its memory accesses."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager

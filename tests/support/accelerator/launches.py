@@ -1,7 +1,5 @@
 """Bytes that calls of native kernels read and write, taken from their tensor tables."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any

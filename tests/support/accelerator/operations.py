@@ -1,7 +1,5 @@
 """Queue torch operations on device memory, and run those on host memory at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Remove one wait, ``record_stream`` or device guard at a time from the package."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

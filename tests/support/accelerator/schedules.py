@@ -97,8 +97,7 @@ class Schedule:
     @property
     def tears(self) -> bool:
         """True if gradients are written while their download may still run. A DistributedOptimizer
-        clears
-        gradients in place."""
+        clears gradients in place."""
         return any(
             round.event in ("overflow", "write", "touch")
             or (round.event == "abandon" and self.owner == "zero")

@@ -1,7 +1,5 @@
 """The simulation: devices, host threads, their operations, and reports of faults."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Streams and events that run their work when the host waits."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

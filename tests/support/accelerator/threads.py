@@ -1,8 +1,6 @@
 """Threads and locks that pass on vector clocks. A new thread takes the clock of its starter, and a
 thread that acquires a lock takes the clock of the thread that released it."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 from functools import partial

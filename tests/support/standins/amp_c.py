@@ -1,8 +1,6 @@
 """A stand-in for apex's ``amp_C``, which checks devices and strides and few dtypes, and uses 32-bit
 indices except in Adam."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A simulated GPU for the stand-ins: its arithmetic, and the order of chunks in multi-tensor
 launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,8 +115,7 @@ def walk(
     added.
 
     An empty last tensor therefore drops all collected chunks. An empty tensor in the last place of
-    a
-    launch's table is written behind the table.
+    a launch's table is written behind the table.
     """
     blocks: list[tuple[int, int]] = []
     placed = 0

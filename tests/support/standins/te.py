@@ -1,8 +1,5 @@
 """A stand-in for ``transformer_engine_torch``, which checks dtypes but no device, stride or size,
-and
-takes one handle per tensor."""
-
-from __future__ import annotations
+and takes one handle per tensor."""
 
 from types import ModuleType
 from typing import Any

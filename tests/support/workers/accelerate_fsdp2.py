@@ -1,8 +1,6 @@
 """accelerate with FSDP2 clips, saves with ``save_state`` and resumes to the bit with
 ``load_state``."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,8 +1,5 @@
 """Two gloo processes pass compact state through torch's state-dict functions in all their forms,
-and
-through ``torch.distributed.checkpoint``."""
-
-from __future__ import annotations
+and through ``torch.distributed.checkpoint``."""
 
 import json
 import warnings

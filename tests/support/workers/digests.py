@@ -1,7 +1,5 @@
 """Three gloo processes with equal optimizers: digests by all ranks and by two of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

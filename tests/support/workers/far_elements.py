@@ -1,7 +1,5 @@
 """Execute compiled kernels on elements beyond 2^31, and print the number of compared tensors."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

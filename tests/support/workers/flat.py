@@ -1,8 +1,6 @@
 """Four gloo processes save tensors with torch.distributed.checkpoint in every layout, and load them
 into every other layout."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

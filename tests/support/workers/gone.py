@@ -3,8 +3,6 @@
 One process imports torch and forks the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,6 +1,5 @@
 """Two ranks train in several layouts with spikes. Each rank saves the taken steps and the norms of
-the
-last step by layout."""
+the last step by layout."""
 
 import warnings
 from collections.abc import Callable

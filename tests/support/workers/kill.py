@@ -3,8 +3,6 @@
 Each line of stdin starts one process: a folder, "sync" or "async", and the number of kept versions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Two gloo processes that save and resume a Megatron-core GPT, with ZeRO and tensor parallelism."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

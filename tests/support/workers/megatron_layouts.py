@@ -1,7 +1,5 @@
 """Four gloo processes that move a checkpoint of a Megatron GPT through several layouts."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two gloo processes: Muon over the buffers of Megatron's DDP, compared with one process."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

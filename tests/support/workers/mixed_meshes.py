@@ -1,6 +1,5 @@
 """Two gloo processes with one optimizer over DTensors of two 1-D meshes and one 2-D mesh, and over
-a
-replicated plain tensor."""
+a replicated plain tensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Three gloo processes: one and three ranks load an FSDP2 checkpoint of two."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

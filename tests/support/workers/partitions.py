@@ -1,8 +1,5 @@
 """Two gloo processes with Megatron's parts of parameters, experts and layers, compared with the
-whole
-model."""
-
-from __future__ import annotations
+whole model."""
 
 import warnings
 from pathlib import Path

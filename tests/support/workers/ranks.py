@@ -1,7 +1,5 @@
 """Two gloo processes with different parameters save, save in the background, export, and fail."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Two gloo processes with ZeRO record steps. In the record "flipped", rank 1 flips a bit of its
 gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

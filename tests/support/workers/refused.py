@@ -1,7 +1,5 @@
 """Two gloo processes; the second refuses a load."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Three gloo processes; two ranks restart, then one, with their old optimizers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ interprets or compiles Triton. If PYTHONPATH starts with a folder of another Tri
 version compiles (``support.tritons``).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The boxes of a tensor in a checkpoint must cover each element exactly once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -54,9 +52,7 @@ def cut(version: Path, name: str, boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
-def test_load_reads_a_tensor_when_saved_boxes_cover_each_element_once(
-    tmp_path: Path, boxes: Boxes
-) -> None:
+def test_load_reads_a_tensor_when_saved_boxes_cover_each_element_once(tmp_path, boxes):
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -65,9 +61,7 @@ def test_load_reads_a_tensor_when_saved_boxes_cover_each_element_once(
 
 
 @pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
-def test_load_refuses_a_tensor_when_saved_boxes_do_not_cover_each_element_once(
-    tmp_path: Path, boxes: Boxes
-) -> None:
+def test_load_refuses_a_tensor_when_saved_boxes_do_not_cover_each_element_once(tmp_path, boxes):
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     cut(version, "model.weight", boxes)
     target = Holder(2.0)
@@ -84,7 +78,7 @@ def test_load_refuses_a_tensor_when_saved_boxes_do_not_cover_each_element_once(
     ("dtype", "said"),
     [("Tensor", "the dtype 'Tensor' is not"), ("float33", "float33"), (1, "index.json")],
 )
-def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: str) -> None:
+def test_load_refuses_unknown_dtypes_by_name(tmp_path, dtype, said):
     version = checkpoint.save(tmp_path, Holder(1.0), None)
     index = json.loads((version / "index.json").read_text())
     index["entries"]["model.weight"][0] = dtype
@@ -96,9 +90,7 @@ def test_load_refuses_unknown_dtypes_by_name(tmp_path: Path, dtype: Any, said: s
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
-def test_load_changes_nothing_when_saved_boxes_of_a_state_tensor_overlap(
-    tmp_path: Path, form: str
-) -> None:
+def test_load_changes_nothing_when_saved_boxes_of_a_state_tensor_overlap(tmp_path, form):
     version = checkpoint.save(tmp_path, *build(form, seed=1))
     content: Any = (version / "index.json").read_bytes()
     entries = json.loads(content)["entries"]

@@ -110,9 +110,8 @@ def test_torch_distributed_checkpoint_reads_our_checkpoints(tmp_path):
         assert torch.equal(value, contents.read(name)), name
     dcp_to_torch_save(version, tmp_path / "all.pt")
     every = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert every.keys() == found.keys() and all(
-        torch.equal(every[name], found[name]) for name in found
-    )
+    assert every.keys() == found.keys()
+    assert all(torch.equal(every[name], found[name]) for name in found)
 
 
 class FullDisk(io.FileIO):

@@ -1,7 +1,5 @@
 """The memory that a load takes is bounded by the size of the files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -109,9 +107,7 @@ def version(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shape", [[LARGE], [0, 1 << 70], [-1], ["4"], LARGE])
-def test_load_refuses_plain_data_tensors_when_shape_and_bytes_do_not_match(
-    version: Path, shape: Any
-) -> None:
+def test_load_refuses_plain_data_tensors_when_shape_and_bytes_do_not_match(version, shape):
     common = json.loads((version / "common.json").read_text())
     common["extra"] = {"$tensor": ["float32", shape, "AAAA"]}
     replaced(version, "common.json", json.dumps(common).encode())
@@ -146,9 +142,7 @@ def command(path: Path, source_format: Any) -> None:
         *(("legacy", reader) for reader in list(FOREIGN)[1:]),
     ],
 )
-def test_from_file_refuses_a_small_file_that_asks_for_a_gibibyte_of_memory(
-    tmp_path: Path, kind: str, reader: str
-) -> None:
+def test_from_file_refuses_a_small_file_that_asks_for_a_gibibyte_of_memory(tmp_path, kind, reader):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (tmp_path / "state.pt").write_bytes(PICKLES[kind]())
@@ -157,9 +151,7 @@ def test_from_file_refuses_a_small_file_that_asks_for_a_gibibyte_of_memory(
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
-def test_convert_refuses_expanded_tensors_before_it_allocates_copies(
-    tmp_path: Path, key: str
-) -> None:
+def test_convert_refuses_expanded_tensors_before_it_allocates_copies(tmp_path, key):
     tensors = {"exp_avg": torch.zeros(4), "step": torch.zeros(())}
     tensors[key] = torch.zeros((), dtype=torch.float64).expand(LARGE)
     group = {"params": [0], "param_names": ["w"]}
@@ -167,7 +159,7 @@ def test_convert_refuses_expanded_tensors_before_it_allocates_copies(
     refused(tmp_path / "state.pt", "1073741824", FOREIGN["convert"])
 
 
-def test_load_plain_file_takes_at_most_160_mib_for_a_tensor_of_64_mib(tmp_path: Path) -> None:
+def test_load_plain_file_takes_at_most_160_mib_for_a_tensor_of_64_mib(tmp_path):
     state = {"exp_avg": torch.ones(16 << 20)}  # 64 MiB
     torch.save(state, tmp_path / "state.pt")
     state.clear()
@@ -179,16 +171,14 @@ def test_load_plain_file_takes_at_most_160_mib_for_a_tensor_of_64_mib(tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
-def test_load_refuses_index_entries_with_a_huge_shape_and_no_stored_boxes(
-    version: Path, dtype: str
-) -> None:
+def test_load_refuses_index_entries_with_a_huge_shape_and_no_stored_boxes(version, dtype):
     index = json.loads((version / "index.json").read_text())
     index["entries"]["optimizer.state.more.dense"] = [dtype, [LARGE], []]
     replaced(version, "index.json", json.dumps(index).encode())
     refused(version, "must have each element of the shape (1073741824,) once")
 
 
-def test_load_plain_file_returns_the_objects_that_torch_load_returns(tmp_path: Path) -> None:
+def test_load_plain_file_returns_the_objects_that_torch_load_returns(tmp_path):
     data: dict[Any, Any] = {
         "numbers": [1, -(1 << 80), 2.5, True, None, 1 + 2j],
         "texts": ("a", "\N{SNOWMAN}", b"\0\xff", bytearray(b"xy"), bytearray()),
@@ -212,9 +202,7 @@ def test_load_plain_file_returns_the_objects_that_torch_load_returns(tmp_path: P
     assert repr(restored) == repr(data)
 
 
-def test_load_refuses_links_that_lead_out_of_the_checkpoint_folder(
-    version: Path, tmp_path: Path
-) -> None:
+def test_load_refuses_links_that_lead_out_of_the_checkpoint_folder(version, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     for path in (version / "manifest.json", version.parent / "latest"):

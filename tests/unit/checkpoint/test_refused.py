@@ -1,7 +1,5 @@
 """A refused load changes nothing on any rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -36,9 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 @pytest.mark.parametrize("form", LOSING)
-def test_load_refuses_state_that_would_lose_bits_and_changes_nothing(
-    source: tuple[Path, dict[str, Any]], form: str
-) -> None:
+def test_load_refuses_state_that_would_lose_bits_and_changes_nothing(source, form):
     path, state = source
     model, optimizer = build(f"bf16-{form}", 0.5, seed=7)
     train(model, optimizer, 1)
@@ -65,9 +61,7 @@ def halve_step(state: dict[str, Any]) -> None:
     ids=["negative second moment", "half a step"],
 )
 @pytest.mark.parametrize("form", ["bf16", "bf16-remainder", "fp32"])
-def test_load_refuses_negative_moments_and_fractional_steps(
-    tmp_path: Path, form: str, damage: Any, message: str
-) -> None:
+def test_load_refuses_negative_moments_and_fractional_steps(tmp_path, form, damage, message):
     """Only the state of the last parameter is wrong, so the load has accepted every other parameter
     before the refusal."""
     model, optimizer = build(form)
@@ -208,9 +202,7 @@ REFUSALS: dict[str, Prepare] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_optimizer_refuses_steps_after_user_code_failed_a_load(
-    tmp_path: Path, refusal: str
-) -> None:
+def test_optimizer_refuses_steps_after_user_code_failed_a_load(tmp_path, refusal):
     prepare = REFUSALS[refusal]
 
     def built(seed: int, steps: int, refuses: bool) -> tuple[nn.Module, Any, Any]:
@@ -264,8 +256,8 @@ def other_weights(common: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_load_refuses_common_json_entries_that_do_not_fit_the_optimizer(
-    tmp_path: Path, damage: Callable[[Any], None], form: str, message: str
-) -> None:
+    tmp_path, damage, form, message
+):
     model, optimizer = build(form, seed=1)
     train(model, optimizer, 2)
     version = checkpoint.save(tmp_path, model, optimizer)
@@ -281,7 +273,7 @@ def test_load_refuses_common_json_entries_that_do_not_fit_the_optimizer(
     assert differing(before, print_of(model, optimizer)) == []
 
 
-def test_load_fails_on_all_ranks_when_one_rank_refuses(tmp_path: Path) -> None:
+def test_load_fails_on_all_ranks_when_one_rank_refuses(tmp_path):
     found = results_of_ranks("refused", 2, tmp_path, timeout=120)
     assert found[0].keys() == found[1].keys() and len(found[0]) == 4
     for of_rank in found:

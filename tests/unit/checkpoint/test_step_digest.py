@@ -1,7 +1,5 @@
 """Digests of a step: equal for equal bits in every place, and different after one flipped bit."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

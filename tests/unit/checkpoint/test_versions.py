@@ -19,9 +19,7 @@ def test_versions_are_sorted_by_number(tmp_path):
     assert checkpoint.versions(tmp_path) == [made[2], made[0], made[1], made[3]]
     target = begin(tmp_path)
     assert target.name == "version-201"  # Version 200 is not complete, but its number is taken.
-    assert (
-        not target.exists()
-        and staging_of(target).is_dir()
-        and not (tmp_path / ".version-7.incomplete").exists()
-    )
+    assert not target.exists()
+    assert staging_of(target).is_dir()
+    assert not (tmp_path / ".version-7.incomplete").exists()
     assert (tmp_path / "version-3.old").is_dir()

@@ -92,7 +92,7 @@ def steps_to_finite_numbers(config: OptimizerConfig) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_config_refuses_any_value_by_field_name_or_trains_to_finite_numbers(field: str) -> None:
+def test_config_refuses_any_value_by_field_name_or_trains_to_finite_numbers(field):
     did_something, stepped = False, set()
     for value in VALUES:
         for settings in OTHER_SETTINGS:
@@ -145,7 +145,7 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("offload_bucket_bytes", "4096", 4096),
     ],
 )
-def test_config_converts_value_to_type_of_the_field(name: str, value: Any, kept: Any) -> None:
+def test_config_converts_value_to_type_of_the_field(name, value, kept):
     needed = NEEDED.get(name, {})
     found = getattr(OptimizerConfig(**{**needed, name: value}), name)
     assert found == kept and type(found) is type(kept)
@@ -169,9 +169,7 @@ def test_config_converts_value_to_type_of_the_field(name: str, value: Any, kept:
         ({"optimizer": "ademamix"}, "build pytorch_optimizer.AdEMAMix below Float16"),
     ],
 )
-def test_config_error_says_expected_value_when_type_is_wrong(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_config_error_says_expected_value_when_type_is_wrong(settings, message):
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)
@@ -193,7 +191,7 @@ def test_config_error_says_expected_value_when_type_is_wrong(
         ("weight_decy", "did you mean 'weight_decay'"),
     ],
 )
-def test_config_error_names_our_field_for_name_of_another_library(name: str, here: str) -> None:
+def test_config_error_names_our_field_for_name_of_another_library(name, here):
     with pytest.raises(TypeError, match=f"no field '{name}'.*{here}"):
         OptimizerConfig(**{name: 1.0})
     with pytest.raises(TypeError) as caught:
@@ -216,9 +214,7 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("typed, meant", LIKE_TORCH, ids=lambda settings: ", ".join(settings))
-def test_config_accepts_torch_and_deepspeed_names_of_fields(
-    typed: dict[str, Any], meant: dict[str, Any]
-) -> None:
+def test_config_accepts_torch_and_deepspeed_names_of_fields(typed, meant):
     assert OptimizerConfig(**typed) == OptimizerConfig(**meant)
     assert OptimizerConfig.from_dict(typed) == OptimizerConfig.from_dict(meant)
 
@@ -233,8 +229,6 @@ def test_config_accepts_torch_and_deepspeed_names_of_fields(
         ({"optimizer": "lion", "eps": 1e-8}, "eps=1e-08: optimizer='lion' has no such setting"),
     ],
 )
-def test_config_refuses_setting_given_twice_or_unknown_to_the_rule(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_config_refuses_setting_given_twice_or_unknown_to_the_rule(settings, message):
     with pytest.raises(TypeError, match=message):
         OptimizerConfig(**settings)

@@ -1,7 +1,5 @@
 """The rule table, the config and the optimizer classes have the same names and defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any
@@ -25,13 +23,13 @@ def defaults(cls: type[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rule", "cls"), [("adam", FusedAdam), ("lamb", FusedLAMB)])
-def test_fused_class_has_defaults_of_its_rule(rule: str, cls: type[Any]) -> None:
+def test_fused_class_has_defaults_of_its_rule(rule, cls):
     taken = {k: v for k, v in defaults(cls).items() if k not in COMMON_ARGUMENTS}
     assert taken == RULES[rule].defaults
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_config_fields_have_defaults_of_their_rule(rule: str) -> None:
+def test_config_fields_have_defaults_of_their_rule(rule):
     config = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
     row = RULES[rule]
     for name, source in row.settings.items():
@@ -47,7 +45,7 @@ def test_config_fields_have_defaults_of_their_rule(rule: str) -> None:
 
 
 @pytest.mark.parametrize("name", classes.__all__)
-def test_optimizer_class_takes_only_hyperparameters_of_its_rule(name: str) -> None:
+def test_optimizer_class_takes_only_hyperparameters_of_its_rule(name):
     cls = getattr(classes, name)
     shared = inspect.get_annotations(StackSettings)
     own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", *shared}
@@ -55,7 +53,7 @@ def test_optimizer_class_takes_only_hyperparameters_of_its_rule(name: str) -> No
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rule_accepts_its_defaults_and_names_invalid_hyperparameter(rule: str) -> None:
+def test_rule_accepts_its_defaults_and_names_invalid_hyperparameter(rule):
     row, wrong = RULES[rule], object()
     group = {"lr": 0.1, "weight_decay": 0.0, **row.defaults}
     row.check(group)

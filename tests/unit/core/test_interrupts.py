@@ -1,7 +1,5 @@
 """After an error in a step the optimizer is unchanged, or refuses further use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,6 +1,5 @@
 """Parameter names are those of the plain model, in every wrapper."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,9 +107,7 @@ def names_of(stack: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
-def test_wrapped_model_exchanges_checkpoints_with_the_plain_model(
-    wrap: str, tmp_path: Path
-) -> None:
+def test_wrapped_model_exchanges_checkpoints_with_the_plain_model(wrap, tmp_path):
     model, bare = WRAPS[wrap](), plain()
     stack, expected = trained(model), trained(bare)
     assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
@@ -155,7 +152,7 @@ def test_wrapped_model_exchanges_checkpoints_with_the_plain_model(
         assert sorted(found.keys()) == sorted(NAMES)
 
 
-def test_param_names_start_with_chunk_index_for_several_model_chunks(tmp_path: Path) -> None:
+def test_param_names_start_with_chunk_index_for_several_model_chunks(tmp_path):
     chunks = [WRAPS["compiled"](), WRAPS["a checkpointed layer"]()]
     stack = get_megatron_optimizer(CONFIG, chunks)
     assert names_of(stack) == sorted(f"{index}.{name}" for index in (0, 1) for name in NAMES)
@@ -164,7 +161,7 @@ def test_param_names_start_with_chunk_index_for_several_model_chunks(tmp_path: P
     mp_optim.checkpoint.load(tmp_path, bare, get_megatron_optimizer(CONFIG, bare))
 
 
-def test_param_groups_of_the_caller_get_parameter_names_of_the_model() -> None:
+def test_param_groups_of_the_caller_get_parameter_names_of_the_model():
     model = eager(plain())
     named = list(model.named_parameters())
     for groups in (
@@ -181,7 +178,7 @@ def test_param_groups_of_the_caller_get_parameter_names_of_the_model() -> None:
     )
 
 
-def test_add_param_group_takes_names_from_the_model() -> None:
+def test_add_param_group_takes_names_from_the_model():
     model = eager(plain())
     model.layers.requires_grad_(False)
     stack = get_megatron_optimizer(CONFIG, model)
@@ -194,7 +191,7 @@ def test_add_param_group_takes_names_from_the_model() -> None:
         stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def test_config_override_names_nearest_parameters_when_none_match(caplog: Any) -> None:
+def test_config_override_names_nearest_parameters_when_none_match(caplog):
     for key, message in (
         (
             ParamKey(name="layer.0.module.weight"),

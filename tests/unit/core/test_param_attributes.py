@@ -1,7 +1,5 @@
 """Every entry point refuses parameter attributes that are not supported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +56,7 @@ ENTRY_POINTS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("attribute", REFUSED)
-def test_optimizer_names_the_parameter_attribute_when_not_supported(
-    attribute: str, entry_point: str
-) -> None:
+def test_optimizer_names_the_parameter_attribute_when_not_supported(attribute, entry_point):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if entry_point == "bf16":
         model.bfloat16()
@@ -76,7 +72,7 @@ def test_optimizer_names_the_parameter_attribute_when_not_supported(
 
 
 @pytest.mark.parametrize("name", ["gtp_remat", "expt_gtp_remat"])
-def test_process_groups_refuse_ranks_of_generalised_tensor_parallelism(name: str) -> None:
+def test_process_groups_refuse_ranks_of_generalised_tensor_parallelism(name):
     groups = {"gtp_remat": None, "expt_gtp_remat": SimpleNamespace(size=lambda: 1)}
     ProcessGroups.from_attributes(SimpleNamespace(**groups))
     groups[name] = SimpleNamespace(size=lambda: 2)

@@ -1,12 +1,9 @@
 """Optimizer state by ``named_parameters()`` loads in every wrapper and with repeated names."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,9 +81,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
-def test_adamw_state_loads_into_any_wrapping_of_the_model(
-    saved: str, wanted: str, tmp_path: Path
-) -> None:
+def test_adamw_state_loads_into_any_wrapping_of_the_model(saved, wanted, tmp_path):
     # DDP names start with "module.", which changes the random stream of a parameter.
     noisy = "DDP" not in saved + wanted
     settings = {"state": "bf16", "main_params": "remainder8", "stochastic_rounding": noisy}
@@ -120,7 +115,7 @@ def in_other_order(model: nn.Module) -> mp_optim.AdamW:
     return mp_optim.AdamW([{"params": named[:3]}, {"params": named[3:]}], lr=1e-2)
 
 
-def test_checkpoint_takes_names_from_the_model_for_unnamed_parameters(tmp_path: Path) -> None:
+def test_checkpoint_takes_names_from_the_model_for_unnamed_parameters(tmp_path):
     model = plain()
     optimizer = built(model, named=False)
     step_on(model, optimizer)
@@ -141,8 +136,8 @@ def test_checkpoint_takes_names_from_the_model_for_unnamed_parameters(tmp_path: 
 
 @pytest.mark.parametrize("own", ["_orig_mod.{}", "mine.{}", None])
 def test_checkpoint_load_finds_state_that_was_saved_under_param_group_names(
-    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own, tmp_path, monkeypatch
+):
     model, called = plain(), (own or "{}").format
 
     def optimizer_of(model: nn.Module) -> mp_optim.AdamW:
@@ -167,7 +162,7 @@ def test_checkpoint_load_finds_state_that_was_saved_under_param_group_names(
 
 
 @pytest.mark.parametrize("how", ["one list", "two groups", "added"])
-def test_checkpoint_loads_two_parameters_with_one_name(how: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_two_parameters_with_one_name(how, tmp_path):
     """Actor and critic in one optimizer have equal parameter names; torch saves and loads them."""
     torch.manual_seed(0)
     both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).bfloat16()
@@ -204,7 +199,7 @@ def test_checkpoint_loads_two_parameters_with_one_name(how: str, tmp_path: Path)
     assert not list(tmp_path.glob("other/*"))
 
 
-def test_checkpoint_names_the_argument_when_arguments_are_swapped(tmp_path: Path) -> None:
+def test_checkpoint_names_the_argument_when_arguments_are_swapped(tmp_path):
     model = plain()
     optimizer = built(model)
     theirs = torch.optim.AdamW(model.parameters())
@@ -222,7 +217,7 @@ def test_checkpoint_names_the_argument_when_arguments_are_swapped(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_set_optimizer_state_dict_refuses_state_that_needs_convert_true() -> None:
+def test_set_optimizer_state_dict_refuses_state_that_needs_convert_true():
     for named in (True, False):
         model, other = plain(), plain()
         optimizer, fresh = built(model, named), built(other, named, state="bf16")
@@ -246,7 +241,7 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("door", ["class", "factory"])
-def test_checkpoint_refuses_a_parameter_resized_after_building(door: str, tmp_path: Path) -> None:
+def test_checkpoint_refuses_a_parameter_resized_after_building(door, tmp_path):
     model = Tokens(10).bfloat16()
     config = OptimizerConfig(lr=1e-2, bf16=True)
     optimizer = built(model) if door == "class" else get_megatron_optimizer(config, model)
@@ -264,7 +259,7 @@ def test_checkpoint_refuses_a_parameter_resized_after_building(door: str, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_save_refuses_invalid_group_settings(tmp_path: Path) -> None:
+def test_save_refuses_invalid_group_settings(tmp_path):
     model = plain()
     optimizer = built(model)
     checkpoint.save(tmp_path, model, optimizer)
@@ -275,9 +270,7 @@ def test_save_refuses_invalid_group_settings(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_save_warns_once_when_the_optimizer_lacks_a_parameter(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_save_warns_once_when_the_optimizer_lacks_a_parameter(tmp_path, recwarn):
     model = Tokens(10).bfloat16()
     optimizer = built(model)
     model.head = nn.Linear(4, 10).bfloat16()

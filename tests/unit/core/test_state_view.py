@@ -25,11 +25,9 @@ def test_state_view_lists_exactly_the_trainable_params(fraction):
     assert [id(param) for param, _ in optimizer.state.items()] == list(map(id, expected))
     assert all(param in optimizer.state for param in expected)
     assert model["b"] not in optimizer.state and late not in optimizer.state
-    assert (
-        torch.ones(3) not in optimizer.state
-        and "a" not in optimizer.state
-        and None not in optimizer.state
-    )
+    assert torch.ones(3) not in optimizer.state
+    assert "a" not in optimizer.state
+    assert None not in optimizer.state
     assert optimizer.state.get(torch.ones(3)) is None
     with pytest.raises(KeyError, match="replaced"):
         optimizer.state[torch.ones(3)]

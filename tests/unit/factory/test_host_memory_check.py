@@ -1,7 +1,5 @@
 """An optimizer that needs more host memory than is available is refused before it allocates."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

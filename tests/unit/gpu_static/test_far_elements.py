@@ -1,9 +1,6 @@
 """Compiled kernels use 64-bit offsets: they are executed on elements beyond 2^31."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assemb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
-def test_compiled_kernels_step_and_sum_elements_beyond_2_to_the_31(
-    arch: str, tmp_path: Path
-) -> None:
+def test_compiled_kernels_step_and_sum_elements_beyond_2_to_the_31(arch, tmp_path):
     """An offset without its upper 32 bits would access memory outside of every tensor."""
     said = run("-m", "support.workers.far_elements", arch, TRITON_CACHE_DIR=str(tmp_path))
     assert int(said) > 60

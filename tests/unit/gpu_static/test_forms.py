@@ -1,8 +1,6 @@
 """A sample of the Triton kernels, compiled for each target and executed from PTX. The command
 ``python tools/gpu_static.py`` executes all of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -21,7 +19,7 @@ def static(cache: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path: Path) -> None:
+def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path):
     assert "sm_90: same bits as reference;" in static(tmp_path, "--proof", "--arches", "90")
 
 
@@ -30,16 +28,14 @@ def test_compiled_kernels_give_recorded_bits_for_each_rule(tmp_path: Path) -> No
     [("90",), pytest.param(("80", "86", "89", "90", "100", "120"), marks=pytest.mark.slow)],
     ids=["one", "every"],
 )
-def test_compiled_kernels_have_bits_of_reference_on_each_target(
-    arches: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_compiled_kernels_have_bits_of_reference_on_each_target(arches, tmp_path):
     only = "^sgd: float32 - - float32 float32 -, aligned, host$"
     printed = static(tmp_path, "--elements", "12000", "--only", only, "--arches", *arches)
     assert "1 trials of" in printed and " 0 wrong" in printed, printed
     assert printed.count(" forms, 0 not in the list;") == len(arches), printed
 
 
-def test_recorded_kernel_list_has_every_rule_and_no_form_twice() -> None:
+def test_recorded_kernel_list_has_every_rule_and_no_form_twice():
     known = forms.read()
     assert len(known) == len(set(known))
     kernels = {form.kernel for form in known}

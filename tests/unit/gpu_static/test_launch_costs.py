@@ -1,10 +1,7 @@
 """The number of calls into Triton for a launch, counted with a stand-in driver."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 
 
-def test_triton_compiles_no_kernel_after_step_8_of_an_adam_program(tmp_path: Path) -> None:
+def test_triton_compiles_no_kernel_after_step_8_of_an_adam_program(tmp_path):
     """The program has two groups, changing learning rates and missing gradients. It uses one kernel
     of Adam and two kernels of sums."""
     program = "tools/measuring/launches.py"

@@ -1,8 +1,6 @@
 """The PTX machine executes divergent threads and reports races, bad accesses and inexact
 instructions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -79,12 +77,12 @@ SHARED = """
 """
 
 
-def test_ptx_machine_gives_each_block_its_shared_memory() -> None:
+def test_ptx_machine_gives_each_block_its_shared_memory():
     found = carried_out(SHARED.format(barrier="bar.sync 0;", other=128), count=128, blocks=2)
     assert found.tolist() == [n ^ 32 for n in range(128)]
 
 
-def test_ptx_machine_reports_a_race_without_a_barrier() -> None:
+def test_ptx_machine_reports_a_race_without_a_barrier():
     with pytest.raises(RaceError, match="reads what another wrote"):
         carried_out(SHARED.format(barrier="", other=128))
     with pytest.raises(RaceError, match="reads what another wrote"):
@@ -94,7 +92,7 @@ def test_ptx_machine_reports_a_race_without_a_barrier() -> None:
     assert found.tolist() == [n ^ 1 for n in range(64)]
 
 
-def test_ptx_machine_reports_a_race_when_two_threads_write_one_address() -> None:
+def test_ptx_machine_reports_a_race_when_two_threads_write_one_address():
     with pytest.raises(RaceError, match="writes what another writes"):
         carried_out("st.global.b32 [%rd2], %r3;")
     body = "setp.eq.s32 %p1, %r4, {}; @%p1 st.global.b32 [%rd2], %r3;"
@@ -102,7 +100,7 @@ def test_ptx_machine_reports_a_race_when_two_threads_write_one_address() -> None
         carried_out(body.format(0) + body.format(64), blocks=2)
 
 
-def test_ptx_machine_reports_a_race_when_a_block_writes_after_another_read() -> None:
+def test_ptx_machine_reports_a_race_when_a_block_writes_after_another_read():
     body = """
 	ld.global.b32 %r5, [%rd2];
 	bar.sync 0;
@@ -115,7 +113,7 @@ def test_ptx_machine_reports_a_race_when_a_block_writes_after_another_read() -> 
     assert carried_out(body.replace("70", "7")).tolist() == [0] * 64
 
 
-def test_ptx_machine_refuses_access_outside_every_tensor() -> None:
+def test_ptx_machine_refuses_access_outside_every_tensor():
     with pytest.raises(OutOfBoundsError, match="near a tensor of 252 bytes"):
         carried_out("st.global.b32 [%rd5], %r4;", count=63)
     with pytest.raises(OutOfBoundsError):
@@ -124,19 +122,19 @@ def test_ptx_machine_refuses_access_outside_every_tensor() -> None:
         carried_out(SHARED.format(barrier="", other=0), shared=252)
 
 
-def test_ptx_machine_refuses_misaligned_wide_access() -> None:
+def test_ptx_machine_refuses_misaligned_wide_access():
     with pytest.raises(MisalignedError, match="8 bytes"):
         carried_out("ld.global.v2.b32 {%r5, %r6}, [%rd4]; st.global.b32 [%rd5], %r5;")
 
 
-def test_ptx_machine_refuses_barrier_that_some_threads_skip() -> None:
+def test_ptx_machine_refuses_barrier_that_some_threads_skip():
     with pytest.raises(DivergedError, match=r"bar\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 32; @%p1 bra $L_x; bar.sync 0;\n$L_x:")
     with pytest.raises(DivergedError, match=r"shfl\.sync"):
         carried_out("setp.lt.s32 %p1, %r2, 5; @%p1 shfl.sync.bfly.b32 %r5, %r4, 5, 31, -1;")
 
 
-def test_ptx_machine_refuses_inexact_instructions() -> None:
+def test_ptx_machine_refuses_inexact_instructions():
     with pytest.raises(InexactError, match=r"div\.full\.f32"):
         carried_out("div.full.f32 %r5, %r4, %r4;")
     # The assembler may contract this addition.
@@ -159,12 +157,12 @@ def test_ptx_machine_refuses_inexact_instructions() -> None:
         "add.s32 %r5, %r39, 1;",
     ],
 )
-def test_ptx_machine_refuses_unknown_instructions(line: str) -> None:
+def test_ptx_machine_refuses_unknown_instructions(line):
     with pytest.raises(PtxError):
         carried_out(line)
 
 
-def test_global_memory_refuses_overlapping_tensors_except_views() -> None:
+def test_global_memory_refuses_overlapping_tensors_except_views():
     whole = np.zeros(64, np.uint8)
     GlobalMemory([Piece(64, whole), Piece(80, whole[16:32])])
     with pytest.raises(ValueError, match="overlap"):

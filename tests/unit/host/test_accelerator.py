@@ -22,7 +22,7 @@ def names_of_cuda(path: Path) -> Iterator[int]:
             yield node.lineno
 
 
-def test_package_uses_torch_cuda_only_in_the_module_host_accelerator() -> None:
+def test_package_uses_torch_cuda_only_in_the_module_host_accelerator():
     named = {
         str(path.relative_to(PACKAGE)): lines
         for path in PACKAGE.rglob("*.py")
@@ -32,7 +32,7 @@ def test_package_uses_torch_cuda_only_in_the_module_host_accelerator() -> None:
     assert named == {}
 
 
-def test_accelerator_of_returns_none_for_cpu_and_meta(monkeypatch) -> None:
+def test_accelerator_of_returns_none_for_cpu_and_meta(monkeypatch):
     monkeypatch.setattr(accelerator.CUDA, "is_capturing", lambda: True)
     cpu, cuda, meta = (accelerator.torch.device(name) for name in ("cpu", "cuda", "meta"))
     assert accelerator.accelerator_of(cuda) is accelerator.CUDA
@@ -42,7 +42,7 @@ def test_accelerator_of_returns_none_for_cpu_and_meta(monkeypatch) -> None:
         pass
 
 
-def test_cuda_accelerator_calls_matching_torch_cuda_functions(monkeypatch) -> None:
+def test_cuda_accelerator_calls_matching_torch_cuda_functions(monkeypatch):
     cuda, device = MagicMock(), torch.device("cuda", 1)
     monkeypatch.setattr(torch, "cuda", cuda)
     stream = CUDA.stream(device)

@@ -1,7 +1,5 @@
 """A state file that bypasses the page cache: whole blocks in any order, and disk errors."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,7 +1,5 @@
 """Each local rank gets an equal number of the host's cores."""
 
-from __future__ import annotations
-
 import json
 import os
 

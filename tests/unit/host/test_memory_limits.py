@@ -1,7 +1,5 @@
 """Limits of host memory, read from the files of a fake host."""
 
-from __future__ import annotations
-
 import pytest
 
 from mp_optim.host.memory_limits import memory_limits

@@ -1,7 +1,5 @@
 """Page-locked memory of exact size, with the system's mlock in place of CUDA."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os
@@ -48,9 +46,7 @@ def runtime() -> Iterator[LockingRuntime]:
 
 
 @pytest.mark.parametrize("size", [1, mmap.PAGESIZE, REGISTERED_FROM + 1, SIZE])
-def test_page_locked_memory_locks_only_allocated_pages_until_freed(
-    runtime: LockingRuntime, size: int
-) -> None:
+def test_page_locked_memory_locks_only_allocated_pages_until_freed(runtime, size):
     before = locked_bytes()
     memory = page_locked(size, CUDA)
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -62,7 +58,7 @@ def test_page_locked_memory_locks_only_allocated_pages_until_freed(
     assert locked_bytes() == before
 
 
-def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime):
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     part = tensor_in(memory, 4096, torch.Size([5]), torch.float32)
@@ -79,9 +75,7 @@ def test_page_locked_memory_is_unregistered_once_before_unmapping(runtime: Locki
     assert not is_mapped(address)
 
 
-def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_afterwards(
-    runtime: LockingRuntime,
-) -> None:
+def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_afterwards(runtime):
     """The garbage collector may free memory during a graph capture, and waiting for the device
     would end the capture."""
     memory = page_locked(SIZE, CUDA)
@@ -95,7 +89,7 @@ def test_page_locked_memory_freed_during_a_graph_capture_is_unregistered_afterwa
     assert list(runtime.registered) == [other.data_ptr()]
 
 
-def test_page_locked_memory_stays_mapped_when_unregistering_fails(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_stays_mapped_when_unregistering_fails(runtime):
     memory = page_locked(SIZE, CUDA)
     address, runtime.status = memory.data_ptr(), 1
     del memory
@@ -103,7 +97,7 @@ def test_page_locked_memory_stays_mapped_when_unregistering_fails(runtime: Locki
 
 
 @pytest.mark.parametrize("error", [AssertionError("not compiled\nmore"), RuntimeError("no driver")])
-def test_page_locked_names_the_cause_when_the_cuda_runtime_is_missing(error: Exception) -> None:
+def test_page_locked_names_the_cause_when_the_cuda_runtime_is_missing(error):
     text = str(error).partition("\n")[0]
     with (
         locking_runtime(),
@@ -113,7 +107,7 @@ def test_page_locked_names_the_cause_when_the_cuda_runtime_is_missing(error: Exc
         page_locked(SIZE, CUDA)
 
 
-def test_page_locked_unmaps_memory_when_registering_fails(runtime: LockingRuntime) -> None:
+def test_page_locked_unmaps_memory_when_registering_fails(runtime):
     runtime.status = 2
     with (
         mock.patch.object(host_memory.torch, "zeros", side_effect=RuntimeError) as kernel,
@@ -127,7 +121,7 @@ def test_page_locked_unmaps_memory_when_registering_fails(runtime: LockingRuntim
     assert what == "register" and not is_mapped(address)
 
 
-def test_page_locked_memory_is_not_mapped_in_a_forked_child(runtime: LockingRuntime) -> None:
+def test_page_locked_memory_is_not_mapped_in_a_forked_child(runtime):
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     child = os.fork()
@@ -164,11 +158,11 @@ def run(then: str) -> str:
     return done.stdout.strip()
 
 
-def test_page_locked_memory_stays_registered_at_interpreter_exit() -> None:
+def test_page_locked_memory_stays_registered_at_interpreter_exit():
     assert run("pass") == "['register']"
 
 
-def test_page_locked_bytes_round_small_sizes_to_powers_of_two() -> None:
+def test_page_locked_bytes_round_small_sizes_to_powers_of_two():
     sizes = [0, 1, 2, 3, 64, 65, REGISTERED_FROM - 1]
     assert [power_of_two(size) for size in sizes] == [0, 1, 2, 4, 64, 128, REGISTERED_FROM]
     assert [page_locked_bytes(size) for size in sizes] == list(map(power_of_two, sizes))

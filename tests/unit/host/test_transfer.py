@@ -1,7 +1,5 @@
 """torch calls of the CUDA transfer, on a simulated accelerator."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections import Counter
@@ -28,7 +26,7 @@ SIMULATED = device_at(DEVICE)
 
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_hybrid_step_copies_once_per_bucket_and_direction(mode: str) -> None:
+def test_hybrid_step_copies_once_per_bucket_and_direction(mode):
     with simulated_accelerator() as simulation:
         params = [nn.Parameter(torch.ones(16)) for _ in range(12)]
         optimizer = HybridDeviceOptimizer(
@@ -95,9 +93,7 @@ def flags_of(address: int) -> list[str]:
 
 
 @locks
-def test_cuda_transfer_registers_only_large_host_memory(
-    transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_transfer_registers_only_large_host_memory(transfer, runtime, monkeypatch):
     allocator = TorchAllocator()
     monkeypatch.setattr(torch, "empty", allocator)
     small = transfer.empty_host(REGISTERED_FROM - 1, True)
@@ -107,7 +103,7 @@ def test_cuda_transfer_registers_only_large_host_memory(
     assert transfer.notes() == () and {"hg", "dc"} <= set(flags_of(large.data_ptr()))
 
 
-def test_cuda_transfer_uses_huge_pages_for_pageable_memory(transfer: CudaTransfer) -> None:
+def test_cuda_transfer_uses_huge_pages_for_pageable_memory(transfer):
     assert "hg" in flags_of(transfer.empty_host(HUGE_FROM, False).data_ptr())
 
 
@@ -122,9 +118,7 @@ NONE_AT_ALL = (
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_cuda_transfer_warns_once_when_page_locking_fails(
-    transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, works: bool
-) -> None:
+def test_cuda_transfer_warns_once_when_page_locking_fails(transfer, runtime, monkeypatch, works):
     runtime.status = 2
     allocator = TorchAllocator(None if works else RuntimeError("no driver\nmore"))
     monkeypatch.setattr(torch, "empty", allocator)
@@ -151,7 +145,7 @@ class Registering(Transfer):
 @locks
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
-def test_hybrid_optimizer_unregisters_all_host_memory_when_deleted(mode: str) -> None:
+def test_hybrid_optimizer_unregisters_all_host_memory_when_deleted(mode):
     with locking_runtime(KIND) as runtime:
         params = [nn.Parameter(torch.ones(size)) for size in (4096, 1, 100_000)]
         optimizer = HybridDeviceOptimizer(

@@ -1,7 +1,5 @@
 """Fixtures with stand-ins for apex and Transformer Engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import cache

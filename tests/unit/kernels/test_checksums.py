@@ -1,7 +1,5 @@
 """Checksums of the compiled kernel equal checksums of torch operations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

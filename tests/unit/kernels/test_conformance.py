@@ -2,8 +2,6 @@
 states. Apex and Transformer Engine are stand-ins on a CPU and the real libraries on a GPU.
 test_kernel_bits.py compares native and Triton kernels to the bit."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -133,9 +131,7 @@ def written(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "lamb"])
-def test_backend_continues_from_weights_that_other_code_wrote(
-    candidate: Candidate, rule: str, dtype: torch.dtype
-) -> None:
+def test_backend_continues_from_weights_that_other_code_wrote(candidate, rule, dtype):
     if not candidate.claims(rule):
         pytest.skip(f"{candidate.name} has no kernels for {rule}")
     mains = [numbers(n, i, candidate.device) for i, n in enumerate(SIZES)]
@@ -165,9 +161,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @each_setting
-def test_backend_has_promised_accuracy_for_every_rule_and_dtype(
-    candidate: Candidate, rule: str, settings: dict[str, Any]
-) -> None:
+def test_backend_has_promised_accuracy_for_every_rule_and_dtype(candidate, rule, settings):
     for at, grad in enumerate(GRADS):
         for output in OUTPUTS[at % 2 :: 2]:
             check_two_steps(candidate, rule, settings, grad, output)
@@ -208,9 +202,7 @@ def check_two_steps(
 @pytest.mark.parametrize("candidate", ["transformer_engine"], indirect=True)
 @pytest.mark.parametrize("remainder", [False, True])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_transformer_engine_steps_compact_state_within_bf16_rounding(
-    candidate: Candidate, moments: torch.dtype, remainder: bool
-) -> None:
+def test_transformer_engine_steps_compact_state_within_bf16_rounding(candidate, moments, remainder):
     """One step from equal state differs by single roundings to bfloat16. test_kernel_bits.py
     compares native and Triton kernels; apex has no kernels for compact state."""
     results = []
@@ -244,7 +236,7 @@ def test_transformer_engine_steps_compact_state_within_bf16_rounding(
 
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
-def test_backend_steps_empty_lists_and_empty_tensors(candidate: Candidate, rule: str) -> None:
+def test_backend_steps_empty_lists_and_empty_tensors(candidate, rule):
     many = ((5,) * 35 + (0,), (5,) * 40 + (0, 0))
     for sizes in ((), (0,), (0, 0), (5, 0), (0, 5), *many):
         ours, theirs = (lists_of(rule, candidate.device, sizes=sizes) for _ in range(2))
@@ -263,9 +255,7 @@ def test_backend_steps_empty_lists_and_empty_tensors(candidate: Candidate, rule:
 @pytest.mark.parametrize(
     "sizes", [(300_001, 5), tuple(1 + i % 3 for i in range(1100))], ids=["large", "many"]
 )
-def test_backend_has_promised_accuracy_for_large_and_many_tensors(
-    candidate: Candidate, rule: str, sizes: tuple[int, ...]
-) -> None:
+def test_backend_has_promised_accuracy_for_large_and_many_tensors(candidate, rule, sizes):
     if not candidate.claims(rule):
         pytest.skip(f"{candidate.name} has no kernels of its own for {rule}")
     ours, theirs = (
@@ -283,9 +273,7 @@ def test_backend_has_promised_accuracy_for_large_and_many_tensors(
     candidate.check(found)
 
 
-def test_sum_of_squares_has_promised_accuracy_for_any_dtype_and_strides(
-    candidate: Candidate,
-) -> None:
+def test_sum_of_squares_has_promised_accuracy_for_any_dtype_and_strides(candidate):
     x = numbers(3000, 1, candidate.device)
     tensors = [
         x,
@@ -297,17 +285,13 @@ def test_sum_of_squares_has_promised_accuracy_for_any_dtype_and_strides(
         x[:0],
     ]
     for some in (tensors, tensors[:3] + tensors[4:], [tensors[1], tensors[1]]):
-        ours, theirs = (
-            candidate.backend.sum_of_squares(some),
-            ReferenceBackend().sum_of_squares(some),
-        )
+        ours = candidate.backend.sum_of_squares(some)
+        theirs = ReferenceBackend().sum_of_squares(some)
         assert ours.dtype == torch.float64
         assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-5)
-    huge, bad, nan = (
-        torch.full((5,), 1e30),
-        torch.tensor([1.0, -math.inf]),
-        torch.tensor([math.nan, 1.0]),
-    )
+    huge = torch.full((5,), 1e30)
+    bad = torch.tensor([1.0, -math.inf])
+    nan = torch.tensor([math.nan, 1.0])
     found = candidate.backend.sum_of_squares(
         [t.to(candidate.device) for t in (huge, bad, x.cpu(), nan)]
     ).tolist()
@@ -318,8 +302,8 @@ def test_sum_of_squares_has_promised_accuracy_for_any_dtype_and_strides(
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
 def test_backend_gives_nan_in_the_elements_of_reference_when_a_gradient_is_not_finite(
-    candidate: Candidate, rule: str, bad: float
-) -> None:
+    candidate, rule, bad
+):
     ours, theirs = (
         lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2)
     )
@@ -337,9 +321,7 @@ def test_backend_gives_nan_in_the_elements_of_reference_when_a_gradient_is_not_f
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
-def test_optimizer_steps_strided_params_and_skips_params_without_gradient(
-    candidate: Candidate, rule: str
-) -> None:
+def test_optimizer_steps_strided_params_and_skips_params_without_gradient(candidate, rule):
     if not candidate.claims(rule) and candidate.name != "torch":
         pytest.skip(f"{candidate.name} refuses {rule} at construction")
     results = []
@@ -374,9 +356,8 @@ def test_optimizer_steps_strided_params_and_skips_params_without_gradient(
                 ]
             )
         assert torch.equal(params[1], before) and optimizer.slot_state(Slot(0, 1))["step"] == 0
-        assert torch.equal(outputs[0], params[0].bfloat16()) and torch.equal(
-            outputs[3], params[3].bfloat16()
-        )
+        assert torch.equal(outputs[0], params[0].bfloat16())
+        assert torch.equal(outputs[3], params[3].bfloat16())
         results.append(params)
     found = Deviation()
     for ours, theirs in zip(*results, strict=True):
@@ -385,9 +366,7 @@ def test_optimizer_steps_strided_params_and_skips_params_without_gradient(
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, None])
-def test_step_increases_the_tensor_version_of_every_written_parameter(
-    candidate: Candidate, output: torch.dtype | None
-) -> None:
+def test_step_increases_the_tensor_version_of_every_written_parameter(candidate, output):
     lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))
     models = lists.main if output is None else lists.output
     for step in (1, 2):

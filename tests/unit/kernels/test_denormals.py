@@ -1,7 +1,5 @@
 """A step keeps denormal numbers, even in threads that flush denormals to zero."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -70,7 +68,7 @@ def trained(name: str, flush: bool, pool_first: bool, **more: Any) -> str:
 
 @needs_kernels
 @pytest.mark.parametrize("name", CLASSES)
-def test_step_has_same_bits_when_threads_flush_denormals(name: str) -> None:
+def test_step_has_same_bits_when_threads_flush_denormals(name):
     set_host_threads(1)
     expected = trained(name, False, False)
     found = {}
@@ -81,13 +79,13 @@ def test_step_has_same_bits_when_threads_flush_denormals(name: str) -> None:
     assert set(found.values()) == {expected}, found
 
 
-def test_reference_has_same_bits_when_the_calling_thread_flushes_denormals() -> None:
+def test_reference_has_same_bits_when_the_calling_thread_flushes_denormals():
     expected = trained("adamw", False, True, backend="reference")
     assert trained("adamw", True, True, backend="reference") == expected
 
 
 @needs_kernels
-def test_audit_names_the_denormal_mode_when_threads_of_torch_flush_denormals() -> None:
+def test_audit_names_the_denormal_mode_when_threads_of_torch_flush_denormals():
     def work() -> list[str]:
         torch.set_flush_denormal(True)
         start_pool()

@@ -1,7 +1,5 @@
 """Compact storage formats are exact or bounded, as docs/numerics.md states."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -45,10 +43,8 @@ def values(seed: int, n: int, decades: float = 3.0) -> Tensor:
 
 
 def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    param, remainder = (
-        torch.empty_like(value, dtype=torch.bfloat16),
-        torch.empty_like(value, dtype=dtype),
-    )
+    param = torch.empty_like(value, dtype=torch.bfloat16)
+    remainder = torch.empty_like(value, dtype=dtype)
     split_(value, param, remainder)
     return param, remainder
 
@@ -69,7 +65,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_bf16_and_16_bit_remainder_restore_every_fp32_value_unless_bf16_is_zero(seed: int) -> None:
+def test_bf16_and_16_bit_remainder_restore_every_fp32_value_unless_bf16_is_zero(seed):
     value = patterns(seed)
     param, remainder = split(value, torch.int16)
     assert same(join(param, remainder), torch.where(param == 0, param.float(), value))
@@ -78,7 +74,7 @@ def test_bf16_and_16_bit_remainder_restore_every_fp32_value_unless_bf16_is_zero(
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_split_and_join_of_remainders_equal_numpy(seed: int) -> None:
+def test_split_and_join_of_remainders_equal_numpy(seed):
     value = patterns(seed)
     for dtype in BITS:
         param, remainder = split(value, dtype)
@@ -89,7 +85,7 @@ def test_split_and_join_of_remainders_equal_numpy(seed: int) -> None:
         assert same(join(param, remainder), torch.from_numpy(arithmetic.join(high, low, bits)))
 
 
-def test_8_bit_remainder_keeps_the_upper_24_bits() -> None:
+def test_8_bit_remainder_keeps_the_upper_24_bits():
     value = values(0, 10_000)
     param, remainder = split(value, torch.int8)
     assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
@@ -102,9 +98,7 @@ def test_8_bit_remainder_keeps_the_upper_24_bits() -> None:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
 @settings(max_examples=30, deadline=None)
-def test_codecs_reencode_decoded_values_to_the_same_codes(
-    dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
-) -> None:
+def test_codecs_reencode_decoded_values_to_the_same_codes(dtype, second, seed, n, decades):
     value = values(seed, n, decades)
     codes, scale = stored(value.square().clamp(max=1e30) if second else value, dtype, second)
     decoded = decode(codes, scale, second, n)
@@ -130,9 +124,7 @@ def in_four_bits(x: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
 @given(seed=seeds, n=st.integers(1, 1500))
 @settings(max_examples=30, deadline=None)
-def test_codecs_equal_numpy_and_round_by_at_most_half_a_code(
-    dtype: torch.dtype, second: bool, seed: int, n: int
-) -> None:
+def test_codecs_equal_numpy_and_round_by_at_most_half_a_code(dtype, second, seed, n):
     value = values(seed, n).square() if second else values(seed, n)
     codes, scale = stored(value, dtype, second)
     four = dtype == torch.uint8 and not second
@@ -156,7 +148,7 @@ def test_codecs_equal_numpy_and_round_by_at_most_half_a_code(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("noise", [None, Noise(1, 2)])
-def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise | None) -> None:
+def test_codecs_store_finite_values_as_finite(dtype, noise):
     large = (3.39e38, 3.4e38, torch.finfo(torch.float32).max)
     value = values(0, 3 * BLOCK)
     value[5::BLOCK], value[7::BLOCK] = torch.tensor(large), -torch.tensor(large)
@@ -176,15 +168,13 @@ def test_codecs_store_finite_values_as_finite(dtype: torch.dtype, noise: Noise |
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_noise_of_a_derived_stream_has_the_words_of_its_stream_at_its_offset(
-    seed: int, stream: int, start: int
-) -> None:
+def test_noise_of_a_derived_stream_has_the_words_of_its_stream_at_its_offset(seed, stream, start):
     part, device = Noise(seed, stream, start), torch.device("cpu")
     whole = Noise(seed, part.own_stream)
     assert torch.equal(part.words(300, device), whole.words(300, device))
 
 
-def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+def test_stochastic_rounding_is_unbiased_and_reproducible():
     # a quarter of the way between two bfloat16 numbers
     value = torch.full((200_000,), 1.0 + 2.0**-9)
     rounded = torch.empty_like(value, dtype=torch.bfloat16)
@@ -207,9 +197,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
 @given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 2.0))
 @settings(max_examples=20, deadline=None)
 @example(seed=0, n=1 << 20, decades=0.0)
-def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
-    seed: int, n: int, decades: float
-) -> None:
+def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(seed, n, decades):
     """Stochastic rounding takes 16 random bits per element. In a million elements, all bits are
     zero for about 16 elements, and even these codes must not change."""
     codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
@@ -219,13 +207,11 @@ def test_4_bit_codes_are_unchanged_after_decoding_and_encoding_again(
         assert torch.equal(again, codes) and same(scale_again, scale)
 
 
-def test_stochastic_remainders_are_unbiased() -> None:
+def test_stochastic_remainders_are_unbiased():
     # a quarter of a step
     value = torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
-    param, remainder = (
-        torch.empty_like(value, dtype=torch.bfloat16),
-        torch.empty_like(value, dtype=torch.int8),
-    )
+    param = torch.empty_like(value, dtype=torch.bfloat16)
+    remainder = torch.empty_like(value, dtype=torch.int8)
     split_(value, param, remainder, Noise(7, 8))
     assert set(remainder.tolist()) == {0, 1}
     assert float(remainder.double().mean()) == pytest.approx(0.25, abs=0.01)

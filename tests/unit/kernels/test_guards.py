@@ -1,8 +1,6 @@
 """Guards of our backends against silent faults of apex and Transformer Engine. The stand-ins have
 these faults, so each test fails without its guard."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any
@@ -34,7 +32,6 @@ from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from support import kernel_cases
 from support.differences import Deviation
 from support.standins import amp_c, te
-from support.standins.gpu import Gpu
 
 CPU = torch.device("cpu")
 GROUP: dict[str, Any] = {**kernel_cases.GROUP, "lr": 0.01}
@@ -76,7 +73,7 @@ def assert_close(ours: TensorLists, theirs: TensorLists) -> None:
 
 
 @each_library
-def test_backend_launches_one_dtype_per_list_for_mixed_gradients(standins: Gpu, name: str) -> None:
+def test_backend_launches_one_dtype_per_list_for_mixed_gradients(standins, name):
     kinds = [
         (torch.float32, None),
         (torch.bfloat16, torch.bfloat16),
@@ -97,9 +94,7 @@ def test_backend_launches_one_dtype_per_list_for_mixed_gradients(standins: Gpu, 
     assert standins.damage == []
 
 
-def test_check_launch_refuses_tensor_lists_of_wrong_length_dtype_stride_or_device(
-    standins: Gpu,
-) -> None:
+def test_check_launch_refuses_tensor_lists_of_wrong_length_dtype_stride_or_device(standins):
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
     bad: list[Any] = [
@@ -119,9 +114,7 @@ def test_check_launch_refuses_tensor_lists_of_wrong_length_dtype_stride_or_devic
 
 
 @each_library
-def test_backend_refuses_host_tensors_before_a_kernel_is_launched(
-    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backend_refuses_host_tensors_before_a_kernel_is_launched(standins, name, monkeypatch):
     backend = backend_of(name)
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     calls = len(standins.calls)
@@ -138,7 +131,7 @@ def test_backend_refuses_host_tensors_before_a_kernel_is_launched(
 
 
 @each_library
-def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins: Gpu, name: str) -> None:
+def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins, name):
     """apex decides by the last parameter whether a launch is the first step of all parameters."""
     from mp_optim.rules.rule_optimizer import RuleOptimizer
 
@@ -155,7 +148,7 @@ def test_sgd_starts_momentum_of_each_parameter_at_its_first_step(standins: Gpu, 
 
 
 @each_library
-def test_bf16_model_keeps_small_updates_in_main_params(standins: Gpu, name: str) -> None:
+def test_bf16_model_keeps_small_updates_in_main_params(standins, name):
     """bfloat16 parameters would round every one of these small steps away. apex ignores
     master_weights=True."""
     model = nn.Linear(8, 8, bias=False).bfloat16()
@@ -175,9 +168,7 @@ def test_bf16_model_keeps_small_updates_in_main_params(standins: Gpu, name: str)
     assert name in str(optimizer.describe())
 
 
-def test_backend_uses_the_reference_backend_when_a_moment_dtype_has_no_kernel(
-    standins: Gpu,
-) -> None:
+def test_backend_uses_the_reference_backend_when_a_moment_dtype_has_no_kernel(standins):
     for dtypes in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.bfloat16),
@@ -198,9 +189,7 @@ def test_backend_uses_the_reference_backend_when_a_moment_dtype_has_no_kernel(
 
 
 @each_library
-def test_backend_cuts_tensors_beyond_32_bit_indices_into_pieces(
-    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backend_cuts_tensors_beyond_32_bit_indices_into_pieces(standins, name, monkeypatch):
     standins.int_max = 5000
     monkeypatch.setattr(batching, "piece_elements", lambda device: 4096)
     monkeypatch.setattr(multi_tensor, "MOST_ELEMENTS", 5000)
@@ -218,7 +207,7 @@ def test_backend_cuts_tensors_beyond_32_bit_indices_into_pieces(
     assert standins.damage == []
 
 
-def test_batches_cut_tensors_below_2_to_the_31_elements() -> None:
+def test_batches_cut_tensors_below_2_to_the_31_elements():
     assert MOST_ELEMENTS + CHUNK_ELEMENTS <= 2**31 - 1
     huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
     sizes = [
@@ -229,14 +218,12 @@ def test_batches_cut_tensors_below_2_to_the_31_elements() -> None:
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 
 
-def test_kernel_batches_are_filled_up_to_the_element_limit() -> None:
+def test_kernel_batches_are_filled_up_to_the_element_limit():
     sizes = enumerate([2, 2, 1, 3, 9, 4])
     assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_transformer_engine_steps_4010_tensors_like_reference_despite_the_handle_limit(
-    standins: Gpu,
-) -> None:
+def test_transformer_engine_steps_4010_tensors_like_reference_despite_the_handle_limit(standins):
     assert MOST_TENSORS * 5 < te.HANDLES
     ours, theirs = (lists(*[2] * 4010, output=torch.bfloat16) for _ in range(2))
     backend_of("transformer_engine").step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
@@ -244,7 +231,7 @@ def test_transformer_engine_steps_4010_tensors_like_reference_despite_the_handle
     assert_close(ours, theirs)
 
 
-def test_apex_lamb_does_not_clip_large_gradients_inside_the_kernel(standins: Gpu) -> None:
+def test_apex_lamb_does_not_clip_large_gradients_inside_the_kernel(standins):
     """apex divides every gradient by infinity when max_grad_norm is 0."""
     ours, theirs = lists(200), lists(200)
     ours.grad[0].mul_(1e4), theirs.grad[0].mul_(1e4)
@@ -259,7 +246,7 @@ def test_apex_lamb_does_not_clip_large_gradients_inside_the_kernel(standins: Gpu
     assert optimizer.optimizer.param_groups[0]["max_grad_norm"] == 0.0
 
 
-def test_sharded_lamb_uses_the_reference_backend_when_apex_is_chosen(standins: Gpu) -> None:
+def test_sharded_lamb_uses_the_reference_backend_when_apex_is_chosen(standins):
     """apex's kernel would use the norm of the shard, which differs from the norm of the
     parameter."""
     results = []
@@ -290,7 +277,7 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     return made
 
 
-def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: Gpu) -> None:
+def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins):
     """Without our guard, Transformer Engine splits CUDA's NaN into a bfloat16 -0.0, and training
     would continue."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
@@ -301,13 +288,11 @@ def test_transformer_engine_makes_parameter_nan_when_gradient_is_nan(standins: G
     assert standins.calls[-1] == "multi_tensor_adam_param_remainder"
 
 
-def test_transformer_engine_ignores_remainders_of_zero_parameters(standins: Gpu) -> None:
+def test_transformer_engine_ignores_remainders_of_zero_parameters(standins):
     """The kernel would subtract the remainder from a parameter that other code set to zero, and
     make a NaN."""
-    made, theirs = (
-        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
-        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
-    )
+    made = split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5])
+    theirs = split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5])
     for each in (made, theirs):
         each.state[REMAINDER][0].fill_(-5)
     backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
@@ -336,8 +321,8 @@ class Operations(TorchDispatchMode):
 
 
 def test_transformer_engine_step_runs_equally_many_guard_operations_for_any_tensor_count(
-    standins: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    standins, monkeypatch
+):
     library = te.modules()["transformer_engine_torch"]
     launched: list[int] = []
     monkeypatch.setattr(
@@ -355,9 +340,7 @@ def test_transformer_engine_step_runs_equally_many_guard_operations_for_any_tens
     assert counted[0] == counted[1] == counted[2] and 0 < len(counted[0]) < 20
 
 
-def test_current_device_enters_the_cuda_device_of_the_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_current_device_enters_the_cuda_device_of_the_tensors(monkeypatch):
     """Transformer Engine launches on the stream of the current device, even if the tensors are on
     another device."""
     entered: list[torch.device] = []
@@ -368,7 +351,7 @@ def test_current_device_enters_the_cuda_device_of_the_tensors(
 
 
 @each_library
-def test_loaded_moments_stay_fp32_for_a_bf16_model(standins: Gpu, name: str) -> None:
+def test_loaded_moments_stay_fp32_for_a_bf16_model(standins, name):
     """torch's load_state_dict casts state to the parameter's dtype, but the kernels read FP32."""
     model = nn.Linear(4, 4).bfloat16()
     config = OptimizerConfig(lr=0.01, bf16=True, fused_backend=name)
@@ -385,7 +368,7 @@ def test_loaded_moments_stay_fp32_for_a_bf16_model(standins: Gpu, name: str) -> 
     assert standins.damage == []
 
 
-def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -> None:
+def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins):
     """Gradients above 1.8e19 make apex's FP32 norm infinite, so the step would be skipped."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
@@ -395,7 +378,7 @@ def test_apex_step_is_not_skipped_when_fp32_norm_would_overflow(standins: Gpu) -
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
-def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, scale: float) -> None:
+def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins, scale):
     """With the default scale of 2^32 the first steps overflow and are skipped, which would hide a
     step without effect."""
     results = []
@@ -420,7 +403,7 @@ def test_fp16_lamb_moves_parameters_unless_the_scale_overflows(standins: Gpu, sc
 
 
 @each_library
-def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> None:
+def test_step_count_of_an_empty_shard_increases(standins, name):
     """All ranks must have the same step count, also ranks without elements of a parameter."""
     optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
     optimizer.step_slots(
@@ -429,9 +412,7 @@ def test_step_count_of_an_empty_shard_increases(standins: Gpu, name: str) -> Non
     assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
 
 
-def test_apex_refuses_host_parameters_and_reference_steps_host_parameters(
-    standins: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_apex_refuses_host_parameters_and_reference_steps_host_parameters(standins, monkeypatch):
     """In ColossalAI #6401 and #6418, host parameters are copied to the GPU, and only the copies are
     updated."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device type except the host's

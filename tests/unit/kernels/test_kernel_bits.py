@@ -1,8 +1,6 @@
 """Native and Triton kernels have the bits of ``reference`` for all sizes, alignments, values and
 dtypes. Triton's kernels run in its interpreter if there is no GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from copy import deepcopy
@@ -97,9 +95,7 @@ of_kernels = settings(max_examples=8, deadline=None, suppress_health_check=list(
 @of_kernels
 @given(st.data())
 @pytest.mark.parametrize("rule", list(PASSES))
-def test_kernels_have_bits_of_reference_for_random_cases(
-    kernels: Kernels, rule: str, data: st.DataObject
-) -> None:
+def test_kernels_have_bits_of_reference_for_random_cases(kernels, rule, data):
     most = 12_000 if kernels.backend is FOUND else 70_000
     for _ in range(kernels.draws):
         set_host_threads(data.draw(st.integers(1, 8)))
@@ -107,7 +103,7 @@ def test_kernels_have_bits_of_reference_for_random_cases(
 
 
 @pytest.mark.parametrize("case", every_dtype, ids=str)
-def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: Case) -> None:
+def test_kernels_have_bits_of_reference_for_every_dtype(kernels, case):
     rules = list(KEYS)
     for rule in {"adam", rules[every_dtype.index(case) % len(rules)]}:
         kernels.check(rule, [700, 3], case)
@@ -115,8 +111,8 @@ def test_kernels_have_bits_of_reference_for_every_dtype(kernels: Kernels, case: 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
 def test_kernels_step_parts_with_noise_and_averages_without_calling_reference(
-    kernels: Kernels, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernels, rule, monkeypatch
+):
     compact = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
     for case in (
         replace(compact, average=torch.bfloat16),
@@ -139,7 +135,7 @@ def test_kernels_step_parts_with_noise_and_averages_without_calling_reference(
         assert_same_lists(ours, theirs)
 
 
-def test_kernels_have_bits_of_reference_for_zeros_denormals_and_nan(kernels: Kernels) -> None:
+def test_kernels_have_bits_of_reference_for_zeros_denormals_and_nan(kernels):
     tops = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 2.0**-100 * (1 - 2**-24), 2.0**-99]
     tops += [1.0, 127.0, 255.0, 3e38, 3.4e38, math.inf, math.nan]
     rows = torch.tensor(tops)[:, None] * torch.linspace(-1, 1, BLOCK)
@@ -158,9 +154,7 @@ def test_kernels_have_bits_of_reference_for_zeros_denormals_and_nan(kernels: Ker
 
 
 @pytest.mark.parametrize("second", [torch.float16, torch.uint8])
-def test_kernels_store_a_tiny_second_moment_as_the_smallest_code(
-    kernels: Kernels, second: torch.dtype
-) -> None:
+def test_kernels_store_a_tiny_second_moment_as_the_smallest_code(kernels, second):
     def make() -> TensorLists:
         case = Case(torch.float32, None, None, (torch.float32, second))
         lists = lists_of(1, [BLOCK], KEYS["adam"], case)
@@ -175,9 +169,7 @@ def test_kernels_store_a_tiny_second_moment_as_the_smallest_code(
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_kernels_read_every_16_bit_float_and_round_like_torch(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_kernels_read_every_16_bit_float_and_round_like_torch(kernels, dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     read = lambda: TensorLists([torch.zeros(2**16)], [every], {}, [None])  # noqa: E731
     main = kernels.both("sgd", read, {**PLAIN, "lr": 1.0}, 1).main[0].cpu()
@@ -197,9 +189,7 @@ def test_kernels_read_every_16_bit_float_and_round_like_torch(
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb", "lion", "sgd"])
-def test_kernels_have_bits_of_reference_for_fp64_and_mixed_gradients(
-    kernels: Kernels, rule: str
-) -> None:
+def test_kernels_have_bits_of_reference_for_fp64_and_mixed_gradients(kernels, rule):
     kinds = [Case(torch.float64, None), Case(), Case(torch.float32, None)]
     kinds += [Case(torch.float16, torch.float32), Case()]
 
@@ -225,8 +215,8 @@ def test_kernels_have_bits_of_reference_for_fp64_and_mixed_gradients(
     sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20)
 )
 def test_sum_of_squares_equals_reference_for_random_sizes(
-    kernels: Kernels, sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool, seed: int
-) -> None:
+    kernels, sizes, dtype, odd, aligned, seed
+):
     set_host_threads(1 + seed % 8)
     grads = lists_of(seed, sizes, (), Case(dtype, odd=odd, aligned=aligned)).grad
     ours = [grad.to(kernels.device) for grad in grads]
@@ -234,7 +224,7 @@ def test_sum_of_squares_equals_reference_for_random_sizes(
     assert_same(kernels.backend.sum_of_squares(ours), expected, "sums")
 
 
-def test_sum_of_squares_equals_reference_for_strided_and_empty_tensors(kernels: Kernels) -> None:
+def test_sum_of_squares_equals_reference_for_strided_and_empty_tensors(kernels):
     tensors = [torch.randn(40, 30).t(), torch.randn(5).double(), torch.randn(2000).half()]
     tensors += [torch.zeros(0), torch.randn(7).bfloat16()]
     ours = kernels.backend.sum_of_squares([tensor.to(kernels.device) for tensor in tensors])
@@ -246,9 +236,7 @@ def test_sum_of_squares_equals_reference_for_strided_and_empty_tensors(kernels: 
 
 
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float32])
-def test_repeated_launch_reads_new_gradients_and_written_weights(
-    kernels: Kernels, output: torch.dtype
-) -> None:
+def test_repeated_launch_reads_new_gradients_and_written_weights(kernels, output):
     case = Case(output=output, aligned=True)
     theirs = replace(lists_of(1, [700, 3], KEYS["adam"], case), follows=True)
     for main, out in zip(theirs.main, theirs.output, strict=True):

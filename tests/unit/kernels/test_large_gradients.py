@@ -1,7 +1,5 @@
 """A finite gradient, however large, makes no NaN out of finite state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,9 +91,7 @@ SIZED = [
 
 
 @pytest.mark.parametrize(("case", "state", "noisy", "large"), SIZED)
-def test_step_stays_finite_after_a_large_finite_gradient(
-    case: Case, state: str, noisy: bool, large: float
-) -> None:
+def test_step_stays_finite_after_a_large_finite_gradient(case, state, noisy, large):
     """Kernels have the bits of ``reference`` (test_kernel_bits.py), so one backend is enough."""
     settings = {"state": state, "stochastic_rounding": noisy}
     ours, spared = (Run(case, **settings) for _ in range(2))
@@ -112,7 +108,7 @@ def test_step_stays_finite_after_a_large_finite_gradient(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_stays_finite_when_the_first_gradient_is_large(name: str) -> None:
+def test_step_stays_finite_when_the_first_gradient_is_large(name):
     case = CASES[name]
     for state in STATES:
         run = Run(case, state=state)
@@ -122,9 +118,7 @@ def test_step_stays_finite_when_the_first_gradient_is_large(name: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "noisy"), [("fp16", False), ("8bit", True), ("4bit", False)])
-def test_infinite_second_moment_changes_no_other_element_of_a_quantization_block(
-    state: str, noisy: bool
-) -> None:
+def test_infinite_second_moment_changes_no_other_element_of_a_quantization_block(state, noisy):
     ours = Run(CASES["AdamW"], state=state, stochastic_rounding=noisy)
     theirs = Run(CASES["AdamW"])
     for element in (300, *[None] * 20):

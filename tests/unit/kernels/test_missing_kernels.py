@@ -1,7 +1,5 @@
 """Installations with and without native or Triton kernels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -46,9 +44,7 @@ def said_by(folder: Path, how: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("how", [STACK, CLASS], ids=["stack", "class"])
-def test_construction_warns_once_when_native_kernels_are_missing(
-    without_compiler: Path, how: str
-) -> None:
+def test_construction_warns_once_when_native_kernels_are_missing(without_compiler, how):
     said = said_by(without_compiler, how, MP_OPTIM_NATIVE="")
     assert said.count("native kernels are missing") == 1
     assert said.startswith("<string>"), "the warning points at the caller's line"
@@ -56,21 +52,19 @@ def test_construction_warns_once_when_native_kernels_are_missing(
     assert "install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
 
 
-def test_construction_does_not_warn_when_native_kernels_are_switched_off(
-    without_compiler: Path,
-) -> None:
+def test_construction_does_not_warn_when_native_kernels_are_switched_off(without_compiler):
     assert said_by(without_compiler, STACK, MP_OPTIM_NATIVE="off") == ""
 
 
 @pytest.mark.skipif(os.environ.get("MP_OPTIM_NATIVE") == "off", reason="native kernels are off")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_native_library_loads_when_a_compiler_is_installed() -> None:
+def test_native_library_loads_when_a_compiler_is_installed():
     """Tests of kernels are skipped without the library, which would look like success."""
     library = native_library()
     assert library.handle is not None or library.why.startswith("this CPU has none"), library.why
 
 
-def test_triton_backend_loads_when_triton_is_installed() -> None:
+def test_triton_backend_loads_when_triton_is_installed():
     pytest.importorskip("triton")
     backend, why = triton_backend()
     assert backend is not None, why

@@ -1,7 +1,5 @@
 """The native library in a process: threads, instruction sets, forks and bad arguments."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("threads", [1, 5])
-def test_native_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+def test_native_bits_do_not_depend_on_the_number_of_threads(threads):
     set_host_threads(threads)
     backend = NativeBackend(LIBRARY)
     for n in (131_072, 131_073, 400_003):
@@ -55,9 +53,7 @@ def test_native_bits_do_not_depend_on_the_number_of_threads(threads: int) -> Non
             check(backend, "adam", [150_000, 1], case)
 
 
-def test_native_uses_the_reference_backend_when_output_or_seeds_are_not_supported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_native_uses_the_reference_backend_when_output_or_seeds_are_not_supported(monkeypatch):
     """Native kernels support neither FP32 outputs with remainders nor several noise seeds in a
     call."""
     step, by_reference = ReferenceBackend.step, list[int]()
@@ -86,7 +82,7 @@ def test_native_uses_the_reference_backend_when_output_or_seeds_are_not_supporte
         assert_same_lists(ours, theirs)
 
 
-def test_native_sum_of_squares_is_right_when_several_threads_call() -> None:
+def test_native_sum_of_squares_is_right_when_several_threads_call():
     grads = [[torch.full((200_000,), float(i))] for i in range(1, 5)]
     found: dict[int, float] = {}
 
@@ -103,7 +99,7 @@ def test_native_sum_of_squares_is_right_when_several_threads_call() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_native_kernels_work_in_a_forked_child() -> None:
+def test_native_kernels_work_in_a_forked_child():
     """A fork copies neither OpenMP's threads nor ours, and a child that waits for the missing
     threads would hang."""
     grads = [torch.full((300_000,), 2.0)]
@@ -116,7 +112,7 @@ def test_native_kernels_work_in_a_forked_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_native_library_raises_python_errors_for_bad_arguments() -> None:
+def test_native_library_raises_python_errors_for_bad_arguments():
     with pytest.raises(RuntimeError, match="mp_measure: a null pointer"):
         LIBRARY.call("mp_measure", None, None, None, 1)
     with pytest.raises(ValueError, match="MP_OPTIM_NATIVE='avx1024': this machine has"):
@@ -125,9 +121,7 @@ def test_native_library_raises_python_errors_for_bad_arguments() -> None:
         NativeLibrary(None, "why").set_level("avx2")
 
 
-def test_native_library_has_no_kernels_when_the_cpu_has_no_avx2_avx512_or_neon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_native_library_has_no_kernels_when_the_cpu_has_no_avx2_avx512_or_neon(monkeypatch):
     empty = SimpleNamespace(
         mp_abi=lambda: native_library_file._ABI, mp_level=lambda: b"", mp_levels=lambda: b""
     )

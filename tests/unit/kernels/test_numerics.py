@@ -1,8 +1,6 @@
 """``reference`` equals numpy to the bit, and FP64 and torch within the tolerance of
 docs/numerics.md."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -72,7 +70,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule", "extra"), SETTINGS)
-def test_reference_rules_equal_numpy_to_the_bit(rule: str, extra: dict[str, Any]) -> None:
+def test_reference_rules_equal_numpy_to_the_bit(rule, extra):
     """A step uses unrounded moments, and the next step starts from the rounded moments."""
     form, mains = "bfloat16" if extra == BF16 else "float32", tensors(0)
     optimizer = RuleOptimizer(rule, mains, lr=3e-3, **extra)
@@ -97,7 +95,7 @@ def test_reference_rules_equal_numpy_to_the_bit(rule: str, extra: dict[str, Any]
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_step_has_same_bits_for_any_batch_size(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_has_same_bits_for_any_batch_size(cls, monkeypatch):
     results = []
     for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
         for module in (batching, sums):
@@ -108,7 +106,7 @@ def test_step_has_same_bits_for_any_batch_size(cls: Any, monkeypatch: pytest.Mon
     assert all(result == results[0] for result in results)
 
 
-def test_sgd_rounds_bf16_output_to_nearest_even_for_strided_tensors() -> None:
+def test_sgd_rounds_bf16_output_to_nearest_even_for_strided_tensors():
     main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
     before = main + 1.0
     output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
@@ -118,7 +116,7 @@ def test_sgd_rounds_bf16_output_to_nearest_even_for_strided_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_sum_of_squares_adds_in_the_documented_order(dtype: torch.dtype) -> None:
+def test_sum_of_squares_adds_in_the_documented_order(dtype):
     strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
     values = [t.to(dtype) for t in (*tensors(5), *strided)]
     expected = [summed(v.double().numpy().flatten()) for v in values]
@@ -128,7 +126,7 @@ def test_sum_of_squares_adds_in_the_documented_order(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_sum_of_squares_is_nan_or_inf_when_an_element_is_nan_or_inf(bad: float) -> None:
+def test_sum_of_squares_is_nan_or_inf_when_an_element_is_nan_or_inf(bad):
     big, small = torch.ones(300_000), torch.ones(3)
     big[-1] = bad
     found = sum_of_squares([big, small]).tolist()
@@ -152,7 +150,7 @@ def fp64_adam(
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_fused_optimizer_stays_close_to_fp64_for_100_steps(cls: Any, backend: str) -> None:
+def test_fused_optimizer_stays_close_to_fp64_for_100_steps(cls, backend):
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(4096, generator=generator)
     exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()

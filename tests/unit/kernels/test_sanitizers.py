@@ -1,7 +1,5 @@
 """Native kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -29,7 +27,7 @@ def compiler(*arguments: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_native_kernels_have_no_sanitizer_reports(sanitizers: str, tmp_path: Path) -> None:
+def test_native_kernels_have_no_sanitizer_reports(sanitizers, tmp_path):
     program = tmp_path / "driver"
     flags = [
         "-std=c++17",

@@ -1,7 +1,5 @@
 """The self-test detects a backend that is wrong in one element."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -49,18 +47,18 @@ def one_bit_off(tensor: Tensor) -> None:
     tensor.copy_(torch.nextafter(tensor, torch.full_like(tensor, torch.inf)))
 
 
-def test_self_test_reports_a_correct_backend_as_exact() -> None:
+def test_self_test_reports_a_correct_backend_as_exact():
     proof = proven(lambda lists: None)
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 
 
-def test_self_test_reports_the_auto_backend_as_exact() -> None:
+def test_self_test_reports_the_auto_backend_as_exact():
     assert prove(choose_backend("auto", CPU)[0], CPU).exact
 
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 @pytest.mark.parametrize("first", [0, 256])
-def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
+def test_self_test_finds_a_wrong_bit_of_any_rule(first, rule):
     def spoil(lists: TensorLists) -> None:
         for main in lists.main:
             if main.dtype == torch.float32:
@@ -72,9 +70,7 @@ def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
-def test_auto_uses_no_native_kernel_when_the_native_kernel_is_wrong(
-    factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_uses_no_native_kernel_when_the_native_kernel_is_wrong(factor, usable, monkeypatch):
     """``auto`` uses ``reference`` instead. ``backend='native'`` is refused if the deviation of the
     kernel is large."""
 
@@ -106,7 +102,7 @@ def test_auto_uses_no_native_kernel_when_the_native_kernel_is_wrong(
         selection.forget()
 
 
-def test_self_test_names_the_cure_when_the_driver_is_older_than_the_assembler() -> None:
+def test_self_test_names_the_cure_when_the_driver_is_older_than_the_assembler():
     class Refused(ReferenceBackend):
         name = "triton"
 

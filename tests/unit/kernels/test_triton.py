@@ -1,13 +1,10 @@
 """Launch, choice and compilation of Triton's kernels."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
 import sys
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +54,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     monkeypatch.setattr("mp_optim.kernels.triton.tables.RUN", 4)
 
 
-def test_triton_sums_equal_reference_when_a_sum_takes_several_rounds(small_chunks: None) -> None:
+def test_triton_sums_equal_reference_when_a_sum_takes_several_rounds(small_chunks):
     sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
     grads = lists_of(5, sizes, (), Case(torch.float32)).grad
     ours = [grad.to(DEVICE) for grad in grads]
@@ -66,7 +63,7 @@ def test_triton_sums_equal_reference_when_a_sum_takes_several_rounds(small_chunk
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
-def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
+def test_triton_sum_reads_elements_past_32_bit_indices():
     from mp_optim.kernels.triton.kernels import sums
 
     # untouched pages take no memory
@@ -90,7 +87,7 @@ def test_triton_sum_reads_elements_past_32_bit_indices() -> None:
 
 
 @pytest.mark.parametrize("rule", list(KEYS))
-def test_triton_step_writes_nothing_when_the_skip_flag_on_the_device_is_set(rule: str) -> None:
+def test_triton_step_writes_nothing_when_the_skip_flag_on_the_device_is_set(rule):
     case = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16))
     ours, theirs = (on_device(lists_of(1, [2500, 7], KEYS[rule], case)) for _ in range(2))
     skip = torch.tensor([0.37, 1.0], device=DEVICE)
@@ -103,7 +100,7 @@ def test_triton_step_writes_nothing_when_the_skip_flag_on_the_device_is_set(rule
     assert_same_lists(ours, theirs)
 
 
-def test_triton_lamb_apply_gives_equal_bits_for_trust_ratios_on_device_and_host() -> None:
+def test_triton_lamb_apply_gives_equal_bits_for_trust_ratios_on_device_and_host():
     ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
     scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
     for lists in (ours, theirs):
@@ -115,7 +112,7 @@ def test_triton_lamb_apply_gives_equal_bits_for_trust_ratios_on_device_and_host(
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_triton_lamb_computes_trust_ratios_on_the_device_with_host_bits(decay: float) -> None:
+def test_triton_lamb_computes_trust_ratios_on_the_device_with_host_bits(decay):
     sizes, group = [2500, 7, 0, 300, 9], {**GROUP, "weight_decay": decay, "lr": 0.1}
     ours, theirs = (lists_of(1, sizes, KEYS["lamb"], Case()) for _ in range(2))
     for lists in (ours, theirs):
@@ -161,7 +158,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return counted
 
 
-def test_triton_launches_once_for_any_number_of_tensors(launched: list[tuple[int, bool]]) -> None:
+def test_triton_launches_once_for_any_number_of_tensors(launched):
     check("adam", [300] * 40 + [9000], Case(aligned=True))
     assert launched == [(42, True)]
 
@@ -175,9 +172,7 @@ def with_one_odd(lists: TensorLists, column: str, place: int) -> TensorLists:
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
 @pytest.mark.parametrize("column", ["grad", "main", "exp_avg", "exp_avg_sq", "output"])
-def test_triton_launches_unaligned_tensors_separately(
-    launched: list[tuple[int, bool]], column: str, rule: str
-) -> None:
+def test_triton_launches_unaligned_tensors_separately(launched, column, rule):
     sizes, case = [300, 9000, 0, 8192, 5], Case(aligned=True)
     ours, theirs = (lists_of(1, sizes, KEYS[rule], case) for _ in range(2))
     ours = on_device(with_one_odd(ours, column, 1))
@@ -192,7 +187,7 @@ def test_triton_launches_unaligned_tensors_separately(
 
 
 @pytest.mark.gpu
-def test_triton_step_does_not_synchronize_and_refuses_graph_capture() -> None:
+def test_triton_step_does_not_synchronize_and_refuses_graph_capture():
     control = torch.tensor([0.37, 0.0], device=DEVICE)
     case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
     ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
@@ -217,9 +212,7 @@ def test_triton_step_does_not_synchronize_and_refuses_graph_capture() -> None:
     assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 
-def test_triton_step_refuses_graph_capture_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_triton_step_refuses_graph_capture_and_writes_nothing(monkeypatch):
     lists = on_device(lists_of(1, SIZES, KEYS["adam"], Case()))
     step_with(kernels(), "adam", lists, GROUP, 1, 0.37)
     before = [tensor.clone() for tensor in lists.main]
@@ -237,9 +230,7 @@ def test_triton_step_refuses_graph_capture_and_writes_nothing(
         ("old", "Triton 3.5.1 flushes denormals to 0"),
     ],
 )
-def test_auto_chooses_a_host_backend_when_triton_is_unusable(
-    trouble: str, said: str, tmp_path: Path
-) -> None:
+def test_auto_chooses_a_host_backend_when_triton_is_unusable(trouble, said, tmp_path):
     (tmp_path / "triton.py").write_text("raise OSError('cannot load')")
     path = [str(tmp_path)] if trouble == "broken" else []
     program = (
@@ -268,9 +259,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
-def test_triton_compiles_each_kernel_once_for_any_scalars(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_triton_compiles_each_kernel_once_for_any_scalars(compiled):
     check_whole(compiled)
 
 
@@ -291,9 +280,7 @@ def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
     }
 
 
-def test_triton_kernels_have_no_contraction_flush_or_approximation_in_ptx(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_triton_kernels_have_no_contraction_flush_or_approximation_in_ptx(compiled):
     check_exact(compiled)
 
 
@@ -306,9 +293,7 @@ def check_exact(compiled: dict[str, dict[str, Any]]) -> None:
             assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx, label
 
 
-def test_triton_kernels_access_aligned_tensors_16_bytes_at_a_time(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_triton_kernels_access_aligned_tensors_16_bytes_at_a_time(compiled):
     """The number of wide accesses equals the bytes of a thread's unmasked path divided by 16."""
     for label, variant in compiled.items():
         counts = {}
@@ -330,9 +315,7 @@ def held_warps(variant: dict[str, Any]) -> int:
     return int(REGISTERS // (registers * threads) * variant["warps"])
 
 
-def test_triton_kernels_allow_16_warps_and_spill_no_registers(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_triton_kernels_allow_16_warps_and_spill_no_registers(compiled):
     """With more resident warps, a step waits less for memory. Only two kinds of kernels may allow
     fewer than 16 warps: sums 12, because they issue all loads at once, and 4-bit codes at unaligned
     addresses 8, because they are rare. Two packed predicates take 8 bytes of stack."""
@@ -352,7 +335,7 @@ def test_triton_kernels_allow_16_warps_and_spill_no_registers(
     reason=f"not compiled by Triton {tritons.OLDEST}, the oldest supported: "
     f"PYTHONPATH=tests python -m support.tritons --fetch {tritons.OLDEST}",
 )
-def test_oldest_supported_triton_compiles_every_kernel(tmp_path: Path) -> None:
+def test_oldest_supported_triton_compiles_every_kernel(tmp_path):
     """Users have the Triton version of their torch. The newest Triton accepts code that older
     versions refuse, and its assembler uses more registers."""
     compiled = tritons.compiled(tritons.OLDEST, "90", tmp_path)

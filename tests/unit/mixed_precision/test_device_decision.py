@@ -1,7 +1,5 @@
 """The decision on the device (clip, step or skip) has the host's bits without a synchronization."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import struct
@@ -77,10 +75,8 @@ def test_decision_on_the_device_has_the_bits_of_a_host_decision_for_any_gradient
         [] if scale is None else [torch.tensor([scale], dtype=torch.float32).double().reciprocal()]
     )
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
-    host, device = (
-        decide(measurement, scaling, config),
-        decide_on_device(measurement, scaling, config),
-    )
+    host = decide(measurement, scaling, config)
+    device = decide_on_device(measurement, scaling, config)
     found = device.wait()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
         assert {name: bits(value) for name, value in mine.items()} == {
@@ -304,17 +300,13 @@ def test_step_result_is_a_tuple_whose_values_are_fetched_once_when_first_read():
     assert len(result) == 3 and not reads and not result.is_known
     success, norm, zeros = result
     assert (success, norm, zeros) == (True, 2.5, None) and reads == [1]
-    assert (
-        result == (True, 2.5, None)
-        and result == StepResult(True, 2.5, None)
-        and result != (False, 2.5, None)
-    )
+    assert result == (True, 2.5, None)
+    assert result == StepResult(True, 2.5, None)
+    assert result != (False, 2.5, None)
     assert result != 5 and hash(result) == hash((True, 2.5, None)) and len(reads) == 1
-    assert (
-        result[1] == result[-2] == 2.5
-        and result[:2] == (True, 2.5)
-        and list(result) == [True, 2.5, None]
-    )
+    assert result[1] == result[-2] == 2.5
+    assert result[:2] == (True, 2.5)
+    assert list(result) == [True, 2.5, None]
     assert repr(result) == "StepResult(success=True, grad_norm=2.5, num_zeros_in_grad=None)"
     copy = pickle.loads(pickle.dumps(StepResult.later(lambda: (False, None, 3, ""))))
     assert copy == (False, None, 3) and isinstance(copy, StepResult) and copy.num_zeros_in_grad == 3
@@ -325,7 +317,7 @@ def test_step_result_is_a_tuple_whose_values_are_fetched_once_when_first_read():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_device_decision_launches_at_most_25_kernels(scaled: bool) -> None:
+def test_device_decision_launches_at_most_25_kernels(scaled):
     key, sums = NormKey(), torch.ones((), dtype=torch.float64)
     scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
     config = config_for("fp16" if scaled else "bf16")
@@ -335,7 +327,7 @@ def test_device_decision_launches_at_most_25_kernels(scaled: bool) -> None:
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 
-def test_count_zeros_launches_at_most_17_kernels_for_20_gradients() -> None:
+def test_count_zeros_launches_at_most_17_kernels_for_20_gradients():
     key, other = NormKey(), NormKey(EXCLUDED)
     grads = [torch.eye(3).bfloat16() for _ in range(20)]
     keys = [key, other] * 10

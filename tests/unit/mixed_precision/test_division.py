@@ -1,9 +1,6 @@
 """Divisors are tensors, because a GPU's division by a Python number has other bits."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 
 
-def test_cuda_division_mode_multiplies_by_reciprocal_of_a_number() -> None:
+def test_cuda_division_mode_multiplies_by_reciprocal_of_a_number():
     values = torch.arange(1.0, 1000.0)
     with DividesAsCuda() as mode:
         off = values / 3.0
@@ -46,7 +43,7 @@ def coefficients() -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [float8_scales, mean_of_sums, coefficients])
-def test_quotients_have_host_bits_in_the_cuda_division_mode(compute: Callable[[], Tensor]) -> None:
+def test_quotients_have_host_bits_in_the_cuda_division_mode(compute):
     expected = compute()
     with DividesAsCuda():
         assert torch.equal(compute(), expected)
@@ -54,9 +51,7 @@ def test_quotients_have_host_bits_in_the_cuda_division_mode(compute: Callable[[]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("divisor", [2, 24, 255, 257, 513, 2056, 70_001])
-def test_divide_is_exact_when_gradient_dtype_cannot_hold_the_divisor(
-    dtype: torch.dtype, divisor: int
-) -> None:
+def test_divide_is_exact_when_gradient_dtype_cannot_hold_the_divisor(dtype, divisor):
     grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
     expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
     with DividesAsCuda():
@@ -64,7 +59,7 @@ def test_divide_is_exact_when_gradient_dtype_cannot_hold_the_divisor(
     assert torch.equal(grads, expected)
 
 
-def test_clip_coefficients_have_bits_of_python_floats() -> None:
+def test_clip_coefficients_have_bits_of_python_floats():
     norms = torch.linspace(0.1, 40.0, 5000, dtype=torch.float64)
     host = [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()]
     assert clip_coefficients(norms, 0.3).tolist() == host
@@ -93,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
-def test_step_has_host_bits_in_the_cuda_division_mode(precision: str, rule: str) -> None:
+def test_step_has_host_bits_in_the_cuda_division_mode(precision, rule):
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
     assert len(on_host) == len(as_cuda)
@@ -102,7 +97,7 @@ def test_step_has_host_bits_in_the_cuda_division_mode(precision: str, rule: str)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_loss_scale_is_on_the_device_of_the_model(precision: str) -> None:
+def test_loss_scale_is_on_the_device_of_the_model(precision):
     model = nn.Linear(
         4, 4, device="meta", dtype=torch.bfloat16 if precision == "bf16" else torch.float16
     )

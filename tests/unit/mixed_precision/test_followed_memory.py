@@ -1,7 +1,5 @@
 """The optimizer follows parameters at a reused memory address and weights written after a load."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,9 +1,6 @@
 """Gradient health: skipped spikes and gradient norms of parameters."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,7 +139,7 @@ def test_skip_rule_on_device_decides_like_host_without_synchronizing(monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_skip_rule_decides_identically_after_resume(tmp_path: Path):
+def test_skip_rule_decides_identically_after_resume(tmp_path):
     param, optimizer = build_one_param()
     for number in range(20):
         optimizer.health.report_loss(wave(3 * number))

@@ -164,9 +164,8 @@ def test_set_optimizer_state_dict_takes_loss_scale_from_a_pre_hook():
     optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "grad_scaler": scaler})
     with pytest.warns(UserWarning, match="overwritten with these values"):
         set_optimizer_state_dict(model, optimizer, saved)
-    assert (
-        optimizer.grad_scaler.state_dict() == scaler and optimizer.state[model.dense]["step"] == 2
-    )
+    assert optimizer.grad_scaler.state_dict() == scaler
+    assert optimizer.state[model.dense]["step"] == 2
 
 
 def test_load_state_dict_merges_groups_only_when_their_settings_are_equal():

@@ -1,7 +1,5 @@
 """A skipped step has a log line, a reason, and a metric for each cause."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings

@@ -94,8 +94,6 @@ def test_main_param_rounds_to_any_bf16_value_written_to_the_parameter(form, frac
     assert torch.equal(main.isnan(), patterns.isnan())
     assert torch.equal(main.bfloat16()[patterns.isinf()], patterns[patterns.isinf()])
     finite = patterns.isfinite()
-    distance, unit = (
-        (main - patterns.float())[finite].abs(),
-        patterns[finite].float().abs() * 2.0**-8 + 2.0**-134,
-    )
+    distance = (main - patterns.float())[finite].abs()
+    unit = patterns[finite].float().abs() * 2.0**-8 + 2.0**-134
     assert bool((distance <= unit).all())

@@ -1,7 +1,5 @@
 """The step calls every observer of a table and works without any of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -31,9 +29,7 @@ def trained() -> tuple[MegatronOptimizer, list[torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
 @pytest.mark.parametrize("missing", [*OBSERVERS, "all"])
-def test_step_has_same_bits_when_an_observer_is_removed(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_has_same_bits_when_an_observer_is_removed(missing, monkeypatch):
     whole, expected = trained()
     left = {name: kind for name, kind in OBSERVERS.items() if missing not in (name, "all")}
     monkeypatch.setattr(MegatronOptimizer, "observer_kinds", left)
@@ -47,9 +43,7 @@ def test_step_has_same_bits_when_an_observer_is_removed(
 
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
-def test_observer_is_called_before_and_after_each_step_when_registered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_observer_is_called_before_and_after_each_step_when_registered(monkeypatch):
     class Recorder(Observer):
         def __init__(self, stack: MegatronOptimizer) -> None:
             super().__init__(stack)

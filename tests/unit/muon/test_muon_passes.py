@@ -1,8 +1,6 @@
 """Muon's element passes: every backend has the bits of the reference, and the reference has the
 bits of numpy in FP64."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -138,9 +136,7 @@ def levels() -> Iterator[list[str]]:
 
 @needs_kernels
 @pytest.mark.parametrize("form", forms(), ids=name_of)
-def test_native_muon_kernels_match_the_reference_bits_for_every_state_form(
-    form: dict[str, Any], levels: list[str]
-) -> None:
+def test_native_muon_kernels_match_the_reference_bits_for_every_state_form(form, levels):
     grads = GRADS[forms().index(form) % 3]
     expected = stepped("reference", form, grads)
     assert levels
@@ -151,9 +147,7 @@ def test_native_muon_kernels_match_the_reference_bits_for_every_state_form(
 
 
 @pytest.mark.parametrize("form", forms()[::4], ids=name_of)
-def test_triton_muon_kernels_match_the_reference_bits_for_every_fourth_state_form(
-    form: dict[str, Any],
-) -> None:
+def test_triton_muon_kernels_match_the_reference_bits_for_every_fourth_state_form(form):
     if FOUND is None:
         pytest.skip(f"no Triton kernels: {WHY}")
     few = form | {"shapes": [(3, 5), (2, 12, 24)]}
@@ -164,7 +158,7 @@ def test_triton_muon_kernels_match_the_reference_bits_for_every_fourth_state_for
 
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
-def test_muon_momentum_rounds_once_from_fp64_when_magnitudes_differ(momentum: float) -> None:
+def test_muon_momentum_rounds_once_from_fp64_when_magnitudes_differ(momentum):
     shape = (40, 64)
     scale = torch.logspace(-6, 6, 64)
     grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]

@@ -1,8 +1,6 @@
 """Every combination of gradient source, offload place, mode and fraction gives the bits of the
 device."""
 
-from __future__ import annotations
-
 import errno
 import os
 import warnings
@@ -142,9 +140,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=45, deadline=None, derandomize=True)
 @given(program=programs())
-def test_offload_matches_device_bits_in_random_programs(
-    tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
-) -> None:
+def test_offload_matches_device_bits_in_random_programs(tmp_path_factory, program):
     assert_device_bits(tmp_path_factory.mktemp("state"), program)
 
 
@@ -171,8 +167,8 @@ def on_device(steps: int, **fields: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("place", "mode"), PLACES)
 def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
-) -> None:
+    tmp_path, monkeypatch, place, mode
+):
     model, optimizer = on_disk(tmp_path, place, mode)
     read_into, sizes = DirectFile.read_into, list[int]()
 
@@ -193,7 +189,7 @@ def test_disk_offload_reads_state_once_per_step_and_never_during_backward(
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
-def test_streaming_uploads_a_released_gradient_once_per_step(tmp_path: Path, folder: bool) -> None:
+def test_streaming_uploads_a_released_gradient_once_per_step(tmp_path, folder):
     how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
     model, optimizer = build(tmp_path if folder else None, **how, **ON_DISK)
     elements = sum(param.numel() for param in model.parameters())
@@ -213,14 +209,14 @@ def test_streaming_uploads_a_released_gradient_once_per_step(tmp_path: Path, fol
     assert differing(snapshot(model, optimizer), snapshot(*expected)) == []
 
 
-def test_streaming_refuses_a_window_too_small_for_a_released_gradient() -> None:
+def test_streaming_refuses_a_window_too_small_for_a_released_gradient():
     how = {"offload_place": "streamed", "optimizer": "lamb", "stream_window_bytes": 120_000}
     build(**how)
     with pytest.raises(ValueError, match=r"lamb needs whole parameters, and big needs \d+ bytes"):
         build(**how, offload_mode="overlap", release_gradients=True)
 
 
-def test_step_error_names_a_parameter_that_shrank_after_its_first_backward() -> None:
+def test_step_error_names_a_parameter_that_shrank_after_its_first_backward():
     model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
     train(model, optimizer, 2)
     optimizer.zero_grad()
@@ -236,9 +232,7 @@ def test_step_error_names_a_parameter_that_shrank_after_its_first_backward() -> 
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_step_raises_the_disk_error_when_a_read_fails_during_backward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_step_raises_the_disk_error_when_a_read_fails_during_backward(tmp_path, monkeypatch, mode):
     model, optimizer = on_disk(tmp_path, "streamed", mode)
     train(model, optimizer, 2)
     optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """Gradients are downloaded while the device steps its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +36,7 @@ class RecordingTransfer(Transfer):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begun", [False, True])
-def test_offload_downloads_do_not_wait_for_the_device_step(
-    mode: str, begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_downloads_do_not_wait_for_the_device_step(mode, begun, monkeypatch):
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)
     (hybrid,), events = hybrids(optimizer), list[Event]()
     hybrid.stepper.use_transfer(RecordingTransfer(events), bucket_bytes=64)

@@ -1,7 +1,5 @@
 """``metrics()`` reports planned and allocated bytes of host memory and warns of growth."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -33,9 +31,7 @@ def stepped(settings: dict[str, Any], steps: int = 3) -> tuple[nn.Module, torch.
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_metrics_show_equal_planned_and_resident_host_bytes_after_steps(
-    settings: dict[str, Any],
-) -> None:
+def test_metrics_show_equal_planned_and_resident_host_bytes_after_steps(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         _, optimizer = stepped(settings)
@@ -43,13 +39,13 @@ def test_metrics_show_equal_planned_and_resident_host_bytes_after_steps(
     assert metrics["planned_host_bytes"] == metrics["resident_host_bytes"] > 0
 
 
-def test_metrics_allocate_no_state_before_a_step() -> None:
+def test_metrics_allocate_no_state_before_a_step():
     _, optimizer = stepped({"offload": 1.0, "offload_mode": "speculative"}, steps=0)
     metrics = optimizer.metrics()
     assert metrics["planned_host_bytes"] > 2 * metrics["resident_host_bytes"]
 
 
-def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned() -> None:
+def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned():
     layers = (nn.Linear(1000, 1000, bias=False) for _ in range(4))
     model = nn.Sequential(*layers).bfloat16()
     config = config_for("bf16", 1.0, offload_mode="overlap")
@@ -67,7 +63,7 @@ def test_metrics_warn_once_of_staging_when_gradients_are_wider_than_planned() ->
         optimizer.metrics()
 
 
-def test_metrics_count_state_of_torchs_optimizer_when_a_part_is_offloaded() -> None:
+def test_metrics_count_state_of_torchs_optimizer_when_a_part_is_offloaded():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     optimizer = mp_optim.HybridDeviceOptimizer(
         model.parameters(), 0.4, torch.optim.AdamW, torch.optim.AdamW, param_update_in_fp32=True

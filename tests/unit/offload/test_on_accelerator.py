@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def test_without_a_wait():
 
 
 @pytest.mark.slow
-def test_simulated_accelerator_fails_a_test_that_leaves_out_a_wait(tmp_path: Path) -> None:
+def test_simulated_accelerator_fails_a_test_that_leaves_out_a_wait(tmp_path):
     program, report = tmp_path / "test_program.py", tmp_path / "report"
     program.write_text(WITHOUT_A_WAIT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.on_accelerator"]

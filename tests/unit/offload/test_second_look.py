@@ -1,7 +1,5 @@
 """A step uses work done during backward only if the gradients still have the same bits."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -92,9 +90,7 @@ def trained(
     "after", [clip_to(math.inf), clip_to(1e6), replaced], ids=["inf", "large", "clone"]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_step_keeps_backward_work_when_gradient_writes_change_no_bit(
-    precision: str, after: AfterBackward, adversarial: bool
-) -> None:
+def test_step_keeps_backward_work_when_gradient_writes_change_no_bit(precision, after, adversarial):
     for mode in MODES:
         bits, results, metrics, said = trained(mode, after, adversarial, precision)
         if mode == "sync":
@@ -111,9 +107,7 @@ def test_step_keeps_backward_work_when_gradient_writes_change_no_bit(
 @pytest.mark.parametrize(
     "change", [one_bit, sign, zeros, swapped], ids=lambda change: change.__name__
 )
-def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
-    change: Callable[[Tensor], None], adversarial: bool
-) -> None:
+def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(change, adversarial):
     for mode in MODES:
         bits, results, metrics, said = trained(mode, write(change), adversarial)
         if mode == "sync":
@@ -127,9 +121,7 @@ def test_step_repeats_backward_work_when_gradient_bits_change_afterwards(
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_uses_gradients_assigned_by_hand_after_an_interrupted_step(mode, monkeypatch):
     bits = []
     for name in ("sync", mode):
         model, optimizer = build_mode(name, "fp32", 1.0, experts=False, adversarial=False)
@@ -175,9 +167,7 @@ def sharded_run(
 @pytest.mark.filterwarnings("ignore:.*gradients changed after backward")
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("limit", [math.inf, 1e-3])
-def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(
-    limit: float, adversarial: bool
-) -> None:
+def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(limit, adversarial):
     expected, _ = sharded_run("sync", limit, adversarial)
     for mode in MODES[1:]:
         params, metrics = sharded_run(mode, limit, adversarial)

@@ -358,7 +358,7 @@ def with_every_wait(alone):
 
 
 BY_DAY = [
-    pytest.param(site, id=str(site), marks=pytest.mark.slow if index % 6 else ())
+    pytest.param(site, id=str(site), marks=pytest.mark.slow if index % 10 else ())
     for index, site in enumerate(SITES)
 ]
 

@@ -1,7 +1,6 @@
 """Streamed state: the bits of the device, and at most three windows in device memory."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ def test_offload_to_cpu_keeps_addresses_and_bits_when_state_is_streamed():
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(
-    tmp_path: Path, on_disk: bool
-) -> None:
+def test_streaming_rounds_like_the_device_when_a_param_exceeds_the_window(tmp_path, on_disk):
 
     def stepped(**place: Any) -> torch.Tensor:
         torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """A model with parameters on several devices produces gradients in several threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -44,7 +42,7 @@ def run(mode: str) -> tuple[dict[str, torch.Tensor], NarrowTransfer]:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_buckets_are_queued_one_at_a_time_when_two_threads_run_backward(mode: str) -> None:
+def test_buckets_are_queued_one_at_a_time_when_two_threads_run_backward(mode):
     expected, _ = run("sync")
     found, transfer = run(mode)
     assert transfer.place.most == 1 and transfer.marks == 2 * (12 + 1)

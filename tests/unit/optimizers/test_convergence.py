@@ -1,8 +1,5 @@
 """Every rule finds the minimum of a known function with compact state."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,9 +34,7 @@ def valley(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("form", "function"), [("bf16", bowl), ([*FORMS][1], valley)])
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_converge_when_state_is_compact(
-    rule: str, form: str, function: Callable[[Tensor], Tensor]
-) -> None:
+def test_rules_converge_when_state_is_compact(rule, form, function):
     torch.manual_seed(0)
     param = nn.Parameter((0.5 * torch.randn(16, 16)).bfloat16())
     settings = {**RULES[rule], **FORMS[form]}

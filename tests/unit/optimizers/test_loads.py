@@ -1,11 +1,8 @@
 """Loads of state dicts from before the first step and from torch, and refused calls."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +42,7 @@ def rates(optimizer: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("rule", RULES)
-def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(
-    rule: str, steps: int
-) -> None:
+def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(rule, steps):
     tensors = torch.tensor(0.1), torch.tensor(0.5)
     saved = two_groups(rule, "a", "b", tensors).state_dict()
     others = [stepped(two_groups(rule, "b", "a", (0.5, 0.1)), steps) for _ in range(2)]
@@ -65,9 +60,7 @@ def test_load_copies_settings_by_param_name_from_an_unstepped_state_dict(
     [(torch.float32, {}), (torch.bfloat16, {"offload": 1.0, "offload_mode": "overlap"})],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_load_of_an_unstepped_state_dict_resets_training_exactly(
-    rule: str, dtype: torch.dtype, place: dict[str, Any]
-) -> None:
+def test_load_of_an_unstepped_state_dict_resets_training_exactly(rule, dtype, place):
     def run(tries: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layer = nn.Linear(4, 4).to(dtype)
@@ -107,9 +100,7 @@ def test_load_of_an_unstepped_state_dict_resets_training_exactly(
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1])
-def test_load_refuses_values_that_are_no_state_dict(
-    state_dict: Any, message: str, steps: int
-) -> None:
+def test_load_refuses_values_that_are_no_state_dict(state_dict, message, steps):
     with pytest.raises(ValueError, match=message):
         stepped(mp_optim.AdamW(named("a")), steps).load_state_dict(state_dict)
 
@@ -117,7 +108,7 @@ def test_load_refuses_values_that_are_no_state_dict(
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}]
 )
-def test_sgd_continues_like_torch_sgd_from_its_state_dict(settings: dict[str, Any]) -> None:
+def test_sgd_continues_like_torch_sgd_from_its_state_dict(settings):
     here, there = named("w"), named("w")
     theirs = stepped(torch.optim.SGD(there, lr=0.1, **settings), 3)
     with torch.no_grad():
@@ -130,7 +121,7 @@ def test_sgd_continues_like_torch_sgd_from_its_state_dict(settings: dict[str, An
         torch.testing.assert_close(here[0][1], there[0][1], rtol=1e-6, atol=1e-7)
 
 
-def test_adamw_continues_from_imported_torch_adamw_state() -> None:
+def test_adamw_continues_from_imported_torch_adamw_state():
     pair = [("w", nn.Parameter(torch.ones(3, 2).bfloat16()))]
     theirs = stepped(torch.optim.AdamW(pair, lr=0.1), 3)
     ours = mp_optim.AdamW(pair, lr=0.1)
@@ -141,7 +132,7 @@ def test_adamw_continues_from_imported_torch_adamw_state() -> None:
     assert stepped(ours).last_step.success
 
 
-def test_load_accepts_a_none_momentum_buffer_of_older_torch() -> None:
+def test_load_accepts_a_none_momentum_buffer_of_older_torch():
     there = stepped(torch.optim.SGD(named("w"), lr=0.1)).state_dict()
     ours = mp_optim.SGD(named("w"), lr=0.5)
     ours.load_state_dict({**there, "state": {0: {"momentum_buffer": None}}})
@@ -149,9 +140,7 @@ def test_load_accepts_a_none_momentum_buffer_of_older_torch() -> None:
 
 
 @pytest.mark.parametrize("from_inside", [True, False])
-def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
-    from_inside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(from_inside, monkeypatch):
     optimizer = stepped(mp_optim.AdamW(named("a"), lr=0.1))
     saved, raised = copy.deepcopy(optimizer.state_dict()), []
 
@@ -187,7 +176,7 @@ def test_optimizer_refuses_calls_from_a_thread_or_signal_during_a_step(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_refused_load_changes_no_state_when_a_parameter_is_frozen(dtype: torch.dtype) -> None:
+def test_refused_load_changes_no_state_when_a_parameter_is_frozen(dtype):
     pairs = [(name, nn.Parameter(torch.ones(6, 4, dtype=dtype))) for name in "ab"]
     saved = copy.deepcopy(stepped(mp_optim.AdamW(pairs, lr=0.01)).state_dict())
     frozen, trained = (param for _, param in pairs)
@@ -210,7 +199,7 @@ def test_refused_load_changes_no_state_when_a_parameter_is_frozen(dtype: torch.d
     assert [*optimizer.state_dict()["state"]] == [0, 1]
 
 
-def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path: Path) -> None:
+def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path):
     path = tmp_path / "saved"
     path.write_text("mine")
     with pytest.raises(FileExistsError, match="saved is a file, but a checkpoint is a"):
@@ -220,9 +209,7 @@ def test_save_refuses_a_path_that_is_a_file_and_keeps_the_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
-def test_step_without_a_grad_scaler_ignores_the_scale_of_an_earlier_step(
-    dtype: torch.dtype,
-) -> None:
+def test_step_without_a_grad_scaler_ignores_the_scale_of_an_earlier_step(dtype):
     def run(scales: bool) -> list[Tensor]:
         param = nn.Parameter(torch.ones(4, dtype=dtype))
         optimizer = mp_optim.SGD([("w", param)], lr=0.125)

@@ -184,9 +184,7 @@ class Server:
 
 
 @pytest.mark.parametrize("kind", [mp_optim.AdamW, mp_optim.Lion])
-def test_multi_tenant_gives_the_bits_of_one_optimizer_per_tenant_in_any_call_order(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_multi_tenant_gives_the_bits_of_one_optimizer_per_tenant_in_any_call_order(kind, tmp_path):
     torch.manual_seed(0)
     server = Server(kind, tmp_path)
     calls = [server.join, server.step, server.schedule, server.save, server.load]
@@ -204,7 +202,7 @@ def test_multi_tenant_gives_the_bits_of_one_optimizer_per_tenant_in_any_call_ord
     assert not list(tmp_path.iterdir()) and list(server.optimizer) == list(server.pairs)
 
 
-def test_multi_tenant_overflow_shrinks_only_the_loss_scale_of_its_tenant() -> None:
+def test_multi_tenant_overflow_shrinks_only_the_loss_scale_of_its_tenant():
     optimizer, params = MultiTenantOptimizer(lr=1e-2), {}
     for name in "ab":
         scaler = mp_optim.DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 100, 1)
@@ -220,9 +218,7 @@ def test_multi_tenant_overflow_shrinks_only_the_loss_scale_of_its_tenant() -> No
     assert float(optimizer.scale_loss("b", one)) == 32.0
 
 
-def test_multi_tenant_steps_other_tenants_when_a_kernel_of_one_tenant_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_multi_tenant_steps_other_tenants_when_a_kernel_of_one_tenant_fails(monkeypatch):
     optimizer, params = adapters()
     saved, before = copy.deepcopy(optimizer.save_tenant("b")), [p.clone() for p in params["c"]]
     weights = [param.detach().clone() for param in params["b"]]
@@ -251,9 +247,7 @@ def test_multi_tenant_steps_other_tenants_when_a_kernel_of_one_tenant_fails(
     assert optimizer.step("b")["b"].success
 
 
-def test_multi_tenant_refuses_only_the_tenant_whose_kernel_was_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_multi_tenant_refuses_only_the_tenant_whose_kernel_was_interrupted(monkeypatch):
     optimizer, params = adapters()
     for some in params.values():
         give_grads(some)
@@ -281,9 +275,7 @@ def test_multi_tenant_refuses_only_the_tenant_whose_kernel_was_interrupted(
 
 @pytest.mark.skipif(native_library().handle is None, reason="needs native kernels")
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(error, monkeypatch):
     optimizer, params = adapters()
     expected, expected_params = adapters()
     for name in "abc":
@@ -322,7 +314,7 @@ def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(
     del caught
 
 
-def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured() -> None:
+def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured():
     optimizer, params = adapters()
     hook = optimizer["a"].register_step_pre_hook(lambda *_: give_grads(params["a"], NAN))
     for some in params.values():
@@ -337,9 +329,7 @@ def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured()
 
 
 @pytest.mark.parametrize("after", ["nothing", "a background save"])
-def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(
-    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(after, tmp_path, monkeypatch):
     optimizer, params = adapters()
     for some in params.values():
         give_grads(some)
@@ -359,9 +349,7 @@ def test_multi_tenant_reads_gradients_of_all_tenants_in_one_pass(
 # -- lives ----------------------------------------------------------------------------------------
 
 
-def test_multi_tenant_frees_state_at_once_when_a_tenant_is_removed_or_offloaded(
-    tmp_path: Path,
-) -> None:
+def test_multi_tenant_frees_state_at_once_when_a_tenant_is_removed_or_offloaded(tmp_path):
     optimizer, params = adapters()
     gone = []
     for name in "ab":
@@ -380,9 +368,7 @@ def test_multi_tenant_frees_state_at_once_when_a_tenant_is_removed_or_offloaded(
     assert len(gone) == 6 and optimizer["c"].state[params["c"][0]]["exp_avg"] is kept
 
 
-def test_multi_tenant_reuses_launches_of_other_tenants_when_a_tenant_joins_or_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_multi_tenant_reuses_launches_of_other_tenants_when_a_tenant_joins_or_leaves(monkeypatch):
     optimizer, params = adapters()
     for some in params.values():
         give_grads(some)
@@ -401,7 +387,7 @@ def test_multi_tenant_reuses_launches_of_other_tenants_when_a_tenant_joins_or_le
     assert len(planned) == 1
 
 
-def test_torch_scheduler_of_one_tenant_changes_no_learning_rate_of_other_tenants() -> None:
+def test_torch_scheduler_of_one_tenant_changes_no_learning_rate_of_other_tenants():
     optimizer, params = adapters()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer["a"], gamma=0.5)
     for some in params.values():
@@ -415,7 +401,7 @@ def test_torch_scheduler_of_one_tenant_changes_no_learning_rate_of_other_tenants
     assert [params[name][0].grad is None for name in "ab"] == [True, False]
 
 
-def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path: Path) -> None:
+def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path):
     optimizer, _ = adapters()
     optimizer.offload_tenant("a", tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
@@ -432,7 +418,7 @@ def test_tenant_stays_offloaded_when_the_file_of_the_tenant_is_damaged(tmp_path:
 # -- refused calls --------------------------------------------------------------------------------
 
 
-def test_add_tenant_accepts_params_without_elements_on_this_rank() -> None:
+def test_add_tenant_accepts_params_without_elements_on_this_rank():
     """Tensors without elements have the address 0, which must not count as shared memory."""
     optimizer = MultiTenantOptimizer(lr=1e-2)
     with one_rank():
@@ -473,9 +459,7 @@ def test_add_tenant_accepts_params_without_elements_on_this_rank() -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_multi_tenant_changes_nothing_when_a_call_is_refused(
-    call: Any, error: type[Exception], message: str, place: str, tmp_path: Path
-) -> None:
+def test_multi_tenant_changes_nothing_when_a_call_is_refused(call, error, message, place, tmp_path):
     optimizer, params = adapters()
     optimizer.add_tenant("wide", [nn.Parameter(torch.ones(9, 7).bfloat16()) for _ in params["a"]])
     optimizer.offload_tenant("c", tmp_path / "c" if place == "disk" else None)

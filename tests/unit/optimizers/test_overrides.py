@@ -1,7 +1,5 @@
 """Settings by name pattern: the argument ``overrides`` of the optimizer classes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -45,7 +43,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "LAMB", "Lion", "SGD", "Muon"])
 @pytest.mark.parametrize("offload", [0.0, 1.0])
-def test_overrides_train_like_param_groups_written_by_hand(kind: str, offload: float) -> None:
+def test_overrides_train_like_param_groups_written_by_hand(kind, offload):
     by_pattern, written = model(), model()
     cls = getattr(mp_optim, kind)
     one = cls(by_pattern.named_parameters(), lr=1e-2, overrides=OVERRIDES, offload=offload)
@@ -60,7 +58,7 @@ def test_overrides_train_like_param_groups_written_by_hand(kind: str, offload: f
     assert not torch.equal(by_pattern.router.weight, model().router.weight)
 
 
-def test_overrides_apply_to_groups_added_later_and_survive_copies() -> None:
+def test_overrides_apply_to_groups_added_later_and_survive_copies():
     module = model()
     optimizer = mp_optim.AdamW(module.named_parameters(), lr=1e-2, overrides=OVERRIDES)
     optimizer.param_groups[0]["lr"] = 0.5  # A schedule has set this rate.
@@ -80,13 +78,11 @@ def test_overrides_apply_to_groups_added_later_and_survive_copies() -> None:
         ({"router.*": {"lr": -1.0}}, r"lr=-1\.0: must be a finite number"),
     ],
 )
-def test_overrides_refuse_unknown_patterns_and_conflicting_settings(
-    overrides: dict[str, Any], words: str
-) -> None:
+def test_overrides_refuse_unknown_patterns_and_conflicting_settings(overrides, words):
     with pytest.raises(ValueError, match=words):
         mp_optim.AdamW(model().named_parameters(), overrides=overrides)
 
 
-def test_overrides_are_refused_when_params_have_no_names() -> None:
+def test_overrides_are_refused_when_params_have_no_names():
     with pytest.raises(ValueError, match=r"have no names; pass named_parameters\(\)"):
         mp_optim.AdamW(model().parameters(), overrides=OVERRIDES)

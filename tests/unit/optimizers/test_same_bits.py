@@ -1,7 +1,5 @@
 """``cls(params, ...)`` has the bits of the stack of ``get_megatron_optimizer`` for any settings."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -61,8 +59,8 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_optimizer_classes_give_the_bits_of_the_factory_for_random_settings(
-    rule: Any, dtype: Any, form: str, main: str, offload: float, mode: str, limit: Any, decay: float
-) -> None:
+    rule, dtype, form, main, offload, mode, limit, decay
+):
     how = {"offload_place": mode} if mode == "streamed" else {"offload_mode": mode}
     placed = {"offload": offload, **how} if offload else {}
     mine = model(dtype)
@@ -107,7 +105,7 @@ def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_adamw_gives_each_dtype_equal_bits_alone_and_in_mixed_groups(mode: str) -> None:
+def test_adamw_gives_each_dtype_equal_bits_alone_and_in_mixed_groups(mode):
     params = [
         nn.Parameter(torch.linspace(-1, 1, 300).to(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)

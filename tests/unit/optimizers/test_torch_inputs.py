@@ -1,7 +1,5 @@
 """Inputs that torch tests its optimizers with, run over the classes of the same names."""
 
-from __future__ import annotations
-
 import sys
 import types
 import unittest
@@ -26,8 +24,7 @@ VALID_HERE = (
     *("with/without names", "duplicate parameters", "2D parameters"),
 )
 """Words of torch's messages about inputs that this package accepts: decays of 1, tensors as
-settings,
-names in some groups only, a repeated parameter, vectors under Muon."""
+settings, names in some groups only, a repeated parameter, vectors under Muon."""
 INFOS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in NAMES}
 CASES = [
     pytest.param(name, given, id=f"{name}: {given.desc}")
@@ -60,9 +57,7 @@ def trained(make: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "given"), CASES)
-def test_optimizer_classes_step_like_torch_for_inputs_of_torchs_test_suite(
-    name: str, given: Any
-) -> None:
+def test_optimizer_classes_step_like_torch_for_inputs_of_torchs_test_suite(name, given):
     ours, theirs = getattr(mp_optim, name), INFOS[name].optim_cls
     if name != "Adafactor" and (refused := REFUSED & given.kwargs.keys()):
         with pytest.raises((ValueError, TypeError), match=refused.pop()):
@@ -75,7 +70,7 @@ def test_optimizer_classes_step_like_torch_for_inputs_of_torchs_test_suite(
 
 
 @pytest.mark.parametrize(("name", "error"), ERRORS)
-def test_optimizer_classes_refuse_inputs_that_torch_refuses(name: str, error: Any) -> None:
+def test_optimizer_classes_refuse_inputs_that_torch_refuses(name, error):
     given = error.optimizer_error_input
     with pytest.raises(REFUSALS):
         optimizer = getattr(mp_optim, name)(given.params, **given.kwargs)

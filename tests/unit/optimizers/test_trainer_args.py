@@ -1,7 +1,5 @@
 """Hyperparameters of ``TrainingArguments`` reach the optimizer that the Trainer builds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from mp_optim.optimizers import classes
 
 
 @pytest.mark.parametrize("name", classes.__all__)
-def test_trainer_args_pass_lr_betas_eps_and_decay_to_each_class(name: str, tmp_path: Path) -> None:
+def test_trainer_args_pass_lr_betas_eps_and_decay_to_each_class(name, tmp_path):
     arguments = TrainingArguments(
         str(tmp_path),
         learning_rate=1.25e-5,
@@ -42,7 +40,7 @@ def test_trainer_args_pass_lr_betas_eps_and_decay_to_each_class(name: str, tmp_p
         assert given == {((0.8, 0.9), 1e-6)}
 
 
-def test_class_and_settings_prefer_chosen_values_over_trainer_args(tmp_path: Path) -> None:
+def test_class_and_settings_prefer_chosen_values_over_trainer_args(tmp_path):
     arguments = TrainingArguments(str(tmp_path), learning_rate=1e-5, use_cpu=True)
     cls, settings = class_and_settings(arguments, {"lr": 3e-4})
     assert cls is mp_optim.AdamW and settings["lr"] == 3e-4
@@ -84,7 +82,7 @@ def norms_of_run(folder: Path, **chosen: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_trainer_logs_the_grad_norm_when_gradients_were_released(mode: str, tmp_path: Path) -> None:
+def test_trainer_logs_the_grad_norm_when_gradients_were_released(mode, tmp_path):
     kept = norms_of_run(tmp_path / "kept")
     released = norms_of_run(tmp_path / "released", offload_mode=mode, release_gradients=True)
     # torch rounds the norm of kept gradients to bfloat16.

@@ -102,9 +102,8 @@ def test_mup_scales_lr_of_matrices_for_adam_and_of_vectors_for_sgd():
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
     by_name = {name: g for g in groups for name in g["param_names"]}
-    assert (
-        by_name["hidden.weight"]["lr"] == 1e-3 / 4 and by_name["hidden.weight"]["eps"] == 1e-8 / 4
-    )
+    assert by_name["hidden.weight"]["lr"] == 1e-3 / 4
+    assert by_name["hidden.weight"]["eps"] == 1e-8 / 4
     assert by_name["embed_tokens.weight"]["lr"] == by_name["hidden.bias"]["lr"] == 1e-3
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd"))
     by_name = {name: g for g in groups for name in g["param_names"]}

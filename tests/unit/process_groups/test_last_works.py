@@ -28,7 +28,7 @@ def _busy_like_gloo(begun: threading.Event, done: threading.Event) -> None:
     done.set()
 
 
-def test_exit_waits_for_a_gloo_thread_that_is_running() -> None:
+def test_exit_waits_for_a_gloo_thread_that_is_running():
     begun, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=_busy_like_gloo, args=(begun, done), daemon=True)
     thread.start()
@@ -38,16 +38,14 @@ def test_exit_waits_for_a_gloo_thread_that_is_running() -> None:
     thread.join()
 
 
-def test_exit_finds_gloo_threads_by_the_name_that_torch_sets() -> None:
+def test_exit_finds_gloo_threads_by_the_name_that_torch_sets():
     store = dist.HashStore()
     group = dist.ProcessGroupGloo(store, 0, 1)
     group.allreduce([torch.ones(1)]).wait()
     assert list(last_collectives._states())
 
 
-def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_a_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_a_time_limit(monkeypatch):
     monkeypatch.setattr(last_collectives, "_states", lambda: "R")
     monkeypatch.setattr(last_collectives, "_EXIT_PATIENCE", 0.05)
     begun = time.monotonic()
@@ -55,7 +53,7 @@ def test_exit_stops_waiting_for_a_hanging_gloo_thread_after_a_time_limit(
     assert 0.05 <= time.monotonic() - begun < 2.0
 
 
-def test_exit_handler_runs_when_an_optimizer_has_process_groups() -> None:
+def test_exit_handler_runs_when_an_optimizer_has_process_groups():
     printed = run_forked_program("-c", _PROGRAM)
     assert printed.splitlines()[-1] == "finished"
 

@@ -1,7 +1,5 @@
 """tools/benchmark_training.py in a miniature run: rows, records and the generated page."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -43,9 +41,7 @@ def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["E", "DA", "BC"])
-def test_benchmark_training_records_every_row_once_in_a_miniature_run(
-    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benchmark_training_records_every_row_once_in_a_miniature_run(parts, tmp_path, monkeypatch):
     """If a rival library is not installed or refuses a CPU, the record of its row gives that
     cause."""
     printed = miniature(tmp_path, "--part", *parts)
@@ -74,18 +70,14 @@ def test_benchmark_training_records_every_row_once_in_a_miniature_run(
 @pytest.mark.parametrize(
     ("rows", "count"), [("speculative", 2), pytest.param("ours", 6, marks=pytest.mark.slow)]
 )
-def test_benchmark_training_runs_part_a_without_races_on_a_simulated_device(
-    rows: str, count: int, tmp_path: Path
-) -> None:
+def test_benchmark_training_runs_part_a_without_races_on_a_simulated_device(rows, count, tmp_path):
     """The simulated device raises an error for a race or a missing wait."""
     miniature(tmp_path, "--part", "A", "--only", rows, "--device", "simulated")
     found = {name: each for name, each in records(tmp_path, "A").items() if rows in name}
     assert len(found) == count and all(each["columns"] for each in found.values()), found
 
 
-def test_benchmark_runner_records_the_reason_when_a_row_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benchmark_runner_records_the_reason_when_a_row_fails(tmp_path, monkeypatch):
     results, row = runner.Results(tmp_path), Row("a row", "measure:card")
     for action, cause, is_finished in (
         (raising(torch.OutOfMemoryError("3 GiB")), "out of memory: 3 GiB", True),
@@ -109,7 +101,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return call
 
 
-def test_benchmark_runner_ends_a_row_at_its_time_or_memory_limit(tmp_path: Path) -> None:
+def test_benchmark_runner_ends_a_row_at_its_time_or_memory_limit(tmp_path):
     arguments = {"shape": "tiny", "contender": "torch fused AdamW, pure bf16", "warmup": 0}
     endless = {**arguments, "sequences": 2, "sequence": 32, "micro": 2, "steps": 10**6}
     record = runner.run(runner.Results(tmp_path), "A", Row("r", "job:train", endless, 2.0), "cpu")
@@ -119,7 +111,7 @@ def test_benchmark_runner_ends_a_row_at_its_time_or_memory_limit(tmp_path: Path)
     assert record["columns"] is None and record["cause"].startswith("out of memory: ")
 
 
-def test_training_benchmark_page_equals_its_generated_report(tmp_path: Path) -> None:
+def test_training_benchmark_page_equals_its_generated_report(tmp_path):
     folder = ROOT / "docs" / "benchmarks"
     found = report.collected(runner.Results(folder), Sizes())
     data = json.loads((folder / "training.json").read_text())
@@ -130,7 +122,7 @@ def test_training_benchmark_page_equals_its_generated_report(tmp_path: Path) -> 
     assert all(predicted)
 
 
-def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs() -> None:
+def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs():
     row = next(row for row in PARTS["D"].rows(Sizes()) if row.name == "ours, 1, overlap")
     expected = report.PREDICTIONS["D"][row.name]
     record = {"name": row.name, "source": "", "cause": "", "predicted": expected}
@@ -145,7 +137,7 @@ def test_benchmark_report_marks_a_prediction_refuted_when_a_value_differs() -> N
         assert line.endswith(f"| {verdict} |")
 
 
-def test_benchmark_shape_counts_as_many_params_as_its_model() -> None:
+def test_benchmark_shape_counts_as_many_params_as_its_model():
     for name, params in (("tiny", 1_901_952), ("atom", None)):
         model = build(name, torch.device("cpu"), torch.bfloat16)
         count = sum(param.numel() for param in model.parameters())

@@ -1,7 +1,5 @@
 """Benchmarks with compiled kernels of another version than the package."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.installed import copy_package, make_kernels_stale
@@ -38,7 +36,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @needs_kernels
-def test_benchmarks_refuse_kernels_of_another_version(printed: list[str]) -> None:
+def test_benchmarks_refuse_kernels_of_another_version(printed):
     refused = [line for line in printed if "nothing was measured" in line]
     assert {line.split()[0] for line in refused} == BENCHMARKS
     for line in refused:
@@ -48,7 +46,7 @@ def test_benchmarks_refuse_kernels_of_another_version(printed: list[str]) -> Non
 
 
 @needs_kernels
-def test_doctor_names_kernels_of_another_version(printed: list[str]) -> None:
+def test_doctor_names_kernels_of_another_version(printed):
     (row,) = (line for line in printed if line.startswith("native kernels"))
     assert "none: _native" in row and "has interface" in row
     (chosen,) = (line for line in printed if line.startswith("cpu  reference"))

@@ -380,7 +380,7 @@ def names(model: nn.Module) -> dict[str, Any]:
         blocks_of("clients/accelerate.md", "python")[0],
     ],
 )
-def test_integration_pages_have_python_blocks_that_train_a_model(block: str) -> None:
+def test_integration_pages_have_python_blocks_that_train_a_model(block):
     model = small_model()
     known = names(model)
     exec(block, known)
@@ -388,14 +388,14 @@ def test_integration_pages_have_python_blocks_that_train_a_model(block: str) -> 
     train(model, built.optimizer)
 
 
-def test_lightning_page_has_a_module_that_trains() -> None:
+def test_lightning_page_has_a_module_that_trains():
     known = names(small_model())
     exec(blocks_of("clients/accelerate.md", "python")[1], known)
     student = known["Student"]()
     train(student.layers, student.configure_optimizers())
 
 
-def test_torchtitan_page_has_a_container_that_trains() -> None:
+def test_torchtitan_page_has_a_container_that_trains():
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from mp_optim.apps.integrations.torchtitan import MpOptimizersContainer
@@ -414,7 +414,7 @@ def built(module: str, name: str, **settings: Any) -> None:
     train(model, cls(model.parameters(), **settings))
 
 
-def test_config_lines_of_client_pages_name_importable_classes() -> None:
+def test_config_lines_of_client_pages_name_importable_classes():
     (verl,) = map(yaml.safe_load, lines_for("verl, FSDP engine"))
     optim = verl["actor_rollout_ref"]["actor"]["optim"]
     others = optim["override_optimizer_config"]
@@ -431,7 +431,7 @@ def test_config_lines_of_client_pages_name_importable_classes() -> None:
     built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
 
 
-def test_class_path_lines_of_client_pages_build_an_optimizer() -> None:
+def test_class_path_lines_of_client_pages_build_an_optimizer():
     (line,) = lines_for("kohya's sd-scripts, musubi-tuner")
     _, path, _, *arguments = shlex.split(line)
     split = [argument.split("=") for argument in arguments]
@@ -440,7 +440,7 @@ def test_class_path_lines_of_client_pages_build_an_optimizer() -> None:
     built(module, name, lr=1e-2, **settings)
 
 
-def test_ms_swift_line_of_the_docs_registers_our_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ms_swift_line_of_the_docs_registers_our_optimizer(monkeypatch):
     stand_in = ModuleType("swift.optimizers")
     vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
@@ -448,18 +448,15 @@ def test_ms_swift_line_of_the_docs_registers_our_optimizer(monkeypatch: pytest.M
     (line,) = lines_for("ms-swift")
     monkeypatch.delitem(sys.modules, "mp_optim.apps.integrations.ms_swift", raising=False)
     importlib.import_module("mp_optim.apps.integrations.ms_swift")
-    assert (
-        list(vars(stand_in)["optimizers_map"]) == ["mp_optim"] and "--optimizer mp_optim " in line
-    )
+    assert list(vars(stand_in)["optimizers_map"]) == ["mp_optim"]
+    assert "--optimizer mp_optim " in line
     arguments = re.search('--optim_args "(.*?)"', line)
     assert arguments is not None
     module = sys.modules.pop("mp_optim.apps.integrations.ms_swift")
     built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))
 
 
-def test_quickstart_page_resumes_to_the_uninterrupted_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quickstart_page_resumes_to_the_uninterrupted_loss(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     known: dict[str, Any] = {}
     for block in blocks_of("quickstart.md", "python"):
@@ -470,7 +467,7 @@ def test_quickstart_page_resumes_to_the_uninterrupted_loss(
     assert known["resumed"] < 0.02 and known["success"]
 
 
-def test_index_page_has_a_python_block_that_trains() -> None:
+def test_index_page_has_a_python_block_that_trains():
     (block,) = blocks_of("index.md", "python")
     known = names(small_model())
     exec(block, known)

@@ -1,7 +1,5 @@
 """Docstrings name the arguments that functions have."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -25,7 +23,7 @@ def arguments_of(node: ast.AST) -> set[str] | None:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_docstrings_describe_only_existing_arguments(path: Path) -> None:
+def test_docstrings_describe_only_existing_arguments(path):
     unknown = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         doc = (

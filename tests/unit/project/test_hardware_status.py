@@ -1,12 +1,9 @@
 """docs/gpu.json is the only source of hardware status: pages and messages repeat its sentences."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -59,11 +56,11 @@ def _plain(sentence: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_docs_state_hardware_status_only_as_in_gpu_json(page: Path) -> None:
+def test_docs_state_hardware_status_only_as_in_gpu_json(page):
     assert contradictions(page.read_text()) == []
 
 
-def test_messages_state_hardware_status_only_as_in_gpu_json() -> None:
+def test_messages_state_hardware_status_only_as_in_gpu_json():
     found = []
     for path in (ROOT / "mp_optim").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -82,5 +79,5 @@ def test_messages_state_hardware_status_only_as_in_gpu_json() -> None:
         "modelled: never measured on a GPU",
     ],
 )
-def test_status_scan_reports_a_hardware_sentence_outside_the_gpu_marks(sentence: str) -> None:
+def test_status_scan_reports_a_hardware_sentence_outside_the_gpu_marks(sentence):
     assert contradictions(f"A page.\n\n- {sentence}\n") != []

@@ -1,7 +1,5 @@
 """The commands of tests/lab; ``unit/stack`` and ``test_gpu_check.py`` test its fuzzers."""
 
-from __future__ import annotations
-
 import pytest
 
 from lab import levels, nightly
@@ -9,7 +7,7 @@ from lab.__main__ import COMMANDS, main
 from support.launch import ROOT
 
 
-def test_lab_prints_help_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_prints_help_for_every_command(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit) as left:
             main([name, "--help"])
@@ -20,7 +18,7 @@ def test_lab_prints_help_for_every_command(capsys: pytest.CaptureFixture[str]) -
     assert left.value.code == 2
 
 
-def test_lab_nightly_names_only_existing_tests_and_commands() -> None:
+def test_lab_nightly_names_only_existing_tests_and_commands():
     unchanged = levels.CHOOSE_THEMSELVES + levels.NAME_BACKENDS
     named = [*nightly.KILL_TESTS, *levels.TESTS, *levels.BRANCHES]
     assert all(list(ROOT.glob(f"tests/unit/*/test_{name}.py")) for name in unchanged)

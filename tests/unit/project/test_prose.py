@@ -1,7 +1,5 @@
 """The counts of ``tools/check_prose.py`` and the ceilings of this repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import check_prose
@@ -9,7 +7,7 @@ import pytest
 from check_prose import Passage, habits_of
 
 
-def test_check_prose_passes_for_all_texts_of_the_repository() -> None:
+def test_check_prose_passes_for_all_texts_of_the_repository():
     assert check_prose.exceeded(check_prose.rates(check_prose.passages())) == []
 
 
@@ -29,7 +27,7 @@ def test_check_prose_passes_for_all_texts_of_the_repository() -> None:
         ("Copy " + "a word " * 30, "long sentence"),
     ],
 )
-def test_check_prose_counts_a_habit_once_when_a_text_has_the_habit(text: str, habit: str) -> None:
+def test_check_prose_counts_a_habit_once_when_a_text_has_the_habit(text, habit):
     assert habits_of(Passage("docstrings", Path("a.py"), 1, text))[habit] == 1
 
 
@@ -41,5 +39,5 @@ def test_check_prose_counts_a_habit_once_when_a_text_has_the_habit(text: str, ha
         "True if the tensor is contiguous.\n\nArgs:\n    one: elements.\n    two: bytes.",
     ],
 )
-def test_check_prose_counts_no_habit_when_a_text_is_plain(text: str) -> None:
+def test_check_prose_counts_no_habit_when_a_text_is_plain(text):
     assert not habits_of(Passage("docstrings", Path("a.py"), 1, text))

@@ -1,7 +1,5 @@
 """Names that other torch versions must have, and an environment without numpy."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -37,7 +35,7 @@ HEAVY = {
 """Modules that are slow to import. Programs that do not use them must not load them."""
 
 
-def test_import_loads_no_heavy_modules() -> None:
+def test_import_loads_no_heavy_modules():
     command = [sys.executable, "-c", IMPORTED]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -45,7 +43,7 @@ def test_import_loads_no_heavy_modules() -> None:
     assert "mp_optim.optimizers.classes" in loaded and HEAVY & loaded == set()
 
 
-def test_package_trains_when_numpy_is_missing() -> None:
+def test_package_trains_when_numpy_is_missing():
     """torch requires numpy for several ranks only, so training on one rank must work without
     numpy."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
@@ -66,7 +64,7 @@ def torch_names(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_package_uses_only_torch_names_listed_for_the_oldest_torch() -> None:
+def test_package_uses_only_torch_names_listed_for_the_oldest_torch():
     """tools/torch_names.txt lists the names, and tools/versions_smoke.py looks up each name in
     every torch. Add a new name to the list, and run
     ``bash tools/test_versions.sh "3.10 2.6.0 no"``."""
@@ -77,7 +75,7 @@ def test_package_uses_only_torch_names_listed_for_the_oldest_torch() -> None:
     assert known - taken == set(), "no longer used"
 
 
-def test_versions_page_lists_every_private_torch_name_in_use() -> None:
+def test_versions_page_lists_every_private_torch_name_in_use():
     page = (ROOT / "docs/versions.md").read_text()
     for name in (ROOT / "tools/torch_names.txt").read_text().split():
         last = name.rpartition(".")[2]

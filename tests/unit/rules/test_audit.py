@@ -1,7 +1,5 @@
 """Audited steps name flipped bits and report nothing in clean steps."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from itertools import accumulate, pairwise

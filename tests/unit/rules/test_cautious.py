@@ -1,7 +1,5 @@
 """Cautious weight decay: equal bits in every backend and placement, and refused settings."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 
@@ -44,7 +42,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form[0]).removeprefix("torch."))
 @pytest.mark.parametrize("rule", CAUTIOUS)
 @pytest.mark.parametrize("odd", [False, True], ids=["plain values", "odd values"])
-def test_native_cautious_decay_matches_the_reference_bits(rule: str, form: Any, odd: bool) -> None:
+def test_native_cautious_decay_matches_the_reference_bits(rule, form, odd):
     native, _ = choose_backend("native", HOST)
     found = []
     for backend in (native, ReferenceBackend()):
@@ -78,7 +76,7 @@ CLASSES_WITH = (mp_optim.AdamW, mp_optim.Lion, mp_optim.Muon)
 
 
 @pytest.mark.parametrize("cls", CLASSES_WITH, ids=lambda cls: cls.__name__)
-def test_cautious_decay_gives_equal_bits_in_every_placement(cls: Any) -> None:
+def test_cautious_decay_gives_equal_bits_in_every_placement(cls):
     plain, cautious = trained(cls), trained(cls, **SWITCH)
     assert not all(map(torch.equal, plain, cautious))
     for place in (
@@ -91,7 +89,7 @@ def test_cautious_decay_gives_equal_bits_in_every_placement(cls: Any) -> None:
         assert all(map(torch.equal, cautious, trained(cls, **SWITCH, **place))), place
 
 
-def test_cautious_decay_skips_elements_that_the_step_moves_away_from_zero() -> None:
+def test_cautious_decay_skips_elements_that_the_step_moves_away_from_zero():
     param = nn.Parameter(torch.tensor([1.0, 1.0, -1.0, -1.0]))
     param.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])
     optimizer = mp_optim.AdamW([param], lr=0.1, weight_decay=0.5, eps=0.0, cautious_wd=True)
@@ -100,7 +98,7 @@ def test_cautious_decay_skips_elements_that_the_step_moves_away_from_zero() -> N
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in (*CAUTIOUS, "muon")])
-def test_cautious_decay_is_refused_by_rules_that_lack_the_setting(rule: str) -> None:
+def test_cautious_decay_is_refused_by_rules_that_lack_the_setting(rule):
     with pytest.raises(ValueError, match=r"^cautious_wd=True: has no effect with optimizer="):
         mp_optim.OptimizerConfig(optimizer=rule, lr=1e-3, cautious_wd=True)
     optimizer = RuleOptimizer(rule, [nn.Parameter(torch.ones(3))])
@@ -110,7 +108,7 @@ def test_cautious_decay_is_refused_by_rules_that_lack_the_setting(rule: str) -> 
         optimizer.step()
 
 
-def test_cautious_decay_is_refused_with_coupled_decay_or_torch_kernels() -> None:
+def test_cautious_decay_is_refused_with_coupled_decay_or_torch_kernels():
     asked: dict[str, Any] = {"lr": 1e-3, **SWITCH}
     with pytest.raises(ValueError, match=r"^cautious_wd=True: needs decoupled_weight_decay=True"):
         mp_optim.OptimizerConfig(decoupled_weight_decay=False, **asked)

@@ -1,7 +1,5 @@
 """State by slot: replaced tensors, round trips, empty parameters and foreign optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -27,7 +25,7 @@ def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_fused_optimizer_keeps_state_when_a_param_is_replaced_by_equal_shape(cls: Any) -> None:
+def test_fused_optimizer_keeps_state_when_a_param_is_replaced_by_equal_shape(cls):
     optimizer = cls(pair())
     optimizer.step_slots(updates())
     before = optimizer.slot_state(A)["exp_avg"].clone()
@@ -38,7 +36,7 @@ def test_fused_optimizer_keeps_state_when_a_param_is_replaced_by_equal_shape(cls
         optimizer.slot_state(A)
 
 
-def test_step_slots_steps_only_given_slots_and_counts_empty_params() -> None:
+def test_step_slots_steps_only_given_slots_and_counts_empty_params():
     mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
     optimizer = FusedLAMB(mains)
     optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
@@ -47,9 +45,7 @@ def test_step_slots_steps_only_given_slots_and_counts_empty_params() -> None:
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
-def test_state_of_many_tensors_shares_one_allocation_without_changing_bits(
-    moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_many_tensors_shares_one_allocation_without_changing_bits(moments, monkeypatch):
     def stepped() -> tuple[FusedAdam, dict[str, Any]]:
         mains = [torch.ones(300), torch.empty(0), torch.ones(5, 7), torch.ones(2)]
         optimizer = FusedAdam(mains, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)

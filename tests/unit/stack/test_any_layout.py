@@ -1,8 +1,6 @@
 """Random layouts of ranks against one process: the first cases of ``python tests/lab layouts``, and
 faults that the fuzzer must report."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,8 +1,6 @@
 """Random programs over the public API keep its promises; ``python tests/lab programs --minutes N``
 tries more."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,10 +1,7 @@
 """The number of objects that an optimizer holds does not grow with its steps."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +45,7 @@ def objects_after(steps: int, optimizer: Any, model: nn.Module) -> Counter[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_steps_keep_no_objects_when_every_monitor_is_on(place: str, tmp_path: Path) -> None:
+def test_steps_keep_no_objects_when_every_monitor_is_on(place, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 8)).bfloat16()
     named = [*model.named_parameters()]

@@ -1,7 +1,5 @@
 """First moments in 4 bits: shown and saved in FP32 without losing a bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ def alone() -> list[torch.optim.Optimizer]:
     return found
 
 
-def test_4bit_state_is_shown_in_fp32_and_loads_back_with_equal_bits() -> None:
+def test_4bit_state_is_shown_in_fp32_and_loads_back_with_equal_bits():
     shown = []
     for optimizer, again in zip(alone(), alone(), strict=True):
         param, other = (each.param_groups[0]["params"][0] for each in (optimizer, again))

@@ -1,7 +1,5 @@
 """No write to a tensor by other code is lost, for any of torch's ways to write a tensor."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable
@@ -122,7 +120,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-def test_outside_writes_page_lists_every_tested_writer() -> None:
+def test_outside_writes_page_lists_every_tested_writer():
     section = PAGE.read_text().split("## Gradients")[0].split("plain tensors and DTensors:")[1]
     rows = re.findall(r"^- (.+)$", section, re.M)
     assert set(rows) == set(WRITERS)
@@ -133,9 +131,7 @@ CASES += [(name, "DTensor") for name in WRITERS if name not in NEW_MEMORY]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_step_continues_from_params_written_by_other_code(
-    name: str, layout: str, one_rank: None, tmp_path: Path
-) -> None:
+def test_step_continues_from_params_written_by_other_code(name, layout, one_rank, tmp_path):
     """The learning rate is 0, so the written value must stay. Each writer runs in every placement.
     All writers together cover every pair of placement and state form."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))

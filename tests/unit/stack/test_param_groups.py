@@ -1,11 +1,8 @@
 """Param groups: additions, edits, assignments and switches take effect or are refused by name."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,7 +94,7 @@ def alike(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(same_bits, a, b))
 
 
-def test_muon_add_param_group_adds_no_param_when_one_param_is_in_a_group_already() -> None:
+def test_muon_add_param_group_adds_no_param_when_one_param_is_in_a_group_already():
     optimizer = mp_optim.Muon([("w", late(torch.float32))], lr=0.1)
     for built in (False, True):
         if built:
@@ -124,9 +121,7 @@ class ListConfig(Sequence[Any]):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_param_groups_accept_numpy_and_omegaconf_settings_with_equal_bits(
-    kind: str, tmp_path: Path
-) -> None:
+def test_param_groups_accept_numpy_and_omegaconf_settings_with_equal_bits(kind, tmp_path):
     dtype, build = OPTIMIZERS[kind]
     results = []
     for number, betas in (
@@ -168,7 +163,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_param_group_lists_edited_in_place_are_refused_before_a_step(kind: str, edit: str) -> None:
+def test_param_group_lists_edited_in_place_are_refused_before_a_step(kind, edit):
     dtype, build = OPTIMIZERS[kind]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
@@ -221,9 +216,7 @@ ADDITIONS: dict[str, Any] = {
     [{}, {"offload": 0.5, "offload_mode": "speculative", "state": "8bit"}],
     ids=["plain", "offloaded"],
 )
-def test_param_groups_may_be_added_before_the_first_step_when_state_was_read(
-    settings: dict[str, Any], addition: str
-) -> None:
+def test_param_groups_may_be_added_before_the_first_step_when_state_was_read(settings, addition):
     """Lightning's BaseFinetuning assigns more groups after Lightning has read the state."""
     results = []
     for read in READERS.values():
@@ -242,7 +235,7 @@ def test_param_groups_may_be_added_before_the_first_step_when_state_was_read(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_assigned_param_groups_set_the_rates_of_the_next_step(kind: str) -> None:
+def test_assigned_param_groups_set_the_rates_of_the_next_step(kind):
     dtype, build = OPTIMIZERS[kind]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
@@ -273,8 +266,8 @@ SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("rule", RULES)
 def test_unsupported_torch_switches_are_refused_by_construction_added_groups_and_loads(
-    rule: str, switch: str
-) -> None:
+    rule, switch
+):
     build = getattr(mp_optim, rule)
     with pytest.raises(ValueError, match=f"{switch}=True"):
         build([{"params": [("w", late(torch.float32))], switch: True}])
@@ -298,7 +291,7 @@ def test_unsupported_torch_switches_are_refused_by_construction_added_groups_and
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "over torch's"])
-def test_torch_global_step_hooks_run_once_for_each_step(kind: str) -> None:
+def test_torch_global_step_hooks_run_once_for_each_step(kind):
     dtype, build = OPTIMIZERS[kind]
     optimizer = stepped(build(list(Pair(dtype).named_parameters())))
     seen: list[Any] = []

@@ -1,7 +1,5 @@
 """A step follows replaced, transposed or cut memory of a parameter, or refuses it by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,9 +56,7 @@ def by_backward(param: Tensor, value: float) -> None:
     ("gradients", "dtype"), [(by_hand, torch.float32), (by_backward, torch.bfloat16)]
 )
 @pytest.mark.parametrize("how", RESHAPES)
-def test_step_names_a_param_whose_memory_has_a_new_shape(
-    how: str, dtype: torch.dtype, gradients: Callable[[Tensor, float], None], place: dict[str, Any]
-) -> None:
+def test_step_names_a_param_whose_memory_has_a_new_shape(how, dtype, gradients, place):
     named = pair(dtype, 8, 8)
     optimizer = sgd(named, momentum=0.9, **place)
     optimizer.describe()  # This call builds the optimizer, so its hooks see the first backward.
@@ -86,9 +82,7 @@ def test_step_names_a_param_whose_memory_has_a_new_shape(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64_bits(
-    dtype: torch.dtype, place: dict[str, Any]
-) -> None:
+def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64_bits(dtype, place):
     for other in (torch.float32, torch.bfloat16, torch.float64):
         named = pair(dtype, 8, 8)
         optimizer = sgd(named, **place)
@@ -107,7 +101,7 @@ def test_step_follows_a_param_changed_to_16_or_32_bits_and_refuses_64_bits(
         assert torch.equal(p.detach().float().view(-1), torch.arange(64.0) - 1)
 
 
-def test_step_refuses_a_gradient_of_another_shape(place: dict[str, Any]) -> None:
+def test_step_refuses_a_gradient_of_another_shape(place):
     for shape in ((4, 8), (4, 16), (16, 8)):
         named = pair(torch.float32, 8, 8)
         optimizer = sgd(named, **place)
@@ -122,9 +116,7 @@ def test_step_refuses_a_gradient_of_another_shape(place: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_step_refuses_params_and_gradients_with_freed_memory(
-    dtype: torch.dtype, place: dict[str, Any]
-) -> None:
+def test_step_refuses_params_and_gradients_with_freed_memory(dtype, place):
     for size, of_gradient in ((0, False), (8, False), (0, True)):
         named = pair(dtype, 8, 8)
         optimizer = sgd(named, **place)
@@ -136,7 +128,7 @@ def test_step_refuses_params_and_gradients_with_freed_memory(
             optimizer.step()
 
 
-def test_step_refuses_an_expanded_param_before_any_param_changes(place: dict[str, Any]) -> None:
+def test_step_refuses_an_expanded_param_before_any_param_changes(place):
     first = nn.Parameter(torch.ones(4))
     wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
     optimizer = sgd([("first", first), ("wide", wide)], **place)
@@ -155,7 +147,7 @@ def test_step_refuses_an_expanded_param_before_any_param_changes(place: dict[str
 
 
 @pytest.mark.parametrize("make", [FusedAdam, HybridDeviceOptimizer])
-def test_construction_refuses_params_that_share_memory(make: Any) -> None:
+def test_construction_refuses_params_that_share_memory(make):
     with pytest.raises(ValueError, match="wide has shape"):
         make([("wide", nn.Parameter(torch.ones(1).expand(4)))])
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -168,7 +160,7 @@ def test_construction_refuses_params_that_share_memory(make: Any) -> None:
             attempt()
 
 
-def test_step_refuses_params_that_share_memory_since_construction(place: dict[str, Any]) -> None:
+def test_step_refuses_params_that_share_memory_since_construction(place):
     named = pair(torch.bfloat16, 8, 8)
     optimizer = sgd(named, **place)
     zero_grads(optimizer)
@@ -179,7 +171,7 @@ def test_step_refuses_params_that_share_memory_since_construction(place: dict[st
         optimizer.step()
 
 
-def test_step_accepts_params_in_one_storage_without_overlap(place: dict[str, Any]) -> None:
+def test_step_accepts_params_in_one_storage_without_overlap(place):
     memory = torch.arange(64.0).view(8, 8)
     named = [(str(index), nn.Parameter(view)) for index, view in enumerate(memory.split([3, 5]))]
     optimizer = sgd(named, **place)
@@ -195,9 +187,7 @@ def test_step_accepts_params_in_one_storage_without_overlap(place: dict[str, Any
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["zero", "fsdp"])
-def test_sharded_step_follows_new_layouts_and_refuses_freed_memory(
-    how: str, dtype: torch.dtype, fraction: float, one_rank: None
-) -> None:
+def test_sharded_step_follows_new_layouts_and_refuses_freed_memory(how, dtype, fraction, one_rank):
     model = nn.Linear(4, 4, bias=False).to(dtype)
     if how == "fsdp":
         fully_shard(model)

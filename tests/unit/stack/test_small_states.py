@@ -1,7 +1,5 @@
 """Parameters below the size limit of 8-bit and 4-bit codes keep FP32 state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_small_state_threshold_counts_whole_params_when_sharded(
-    ranks: list[dict[str, Any]], layout: str
-) -> None:
+def test_small_state_threshold_counts_whole_params_when_sharded(ranks, layout):
     expected = {name: torch.Size(shape).numel() < BELOW for name, shape in SHAPES.items()}
     for rank in ranks:
         assert rank[layout]["is_small"] == expected
@@ -28,9 +24,7 @@ def test_small_state_threshold_counts_whole_params_when_sharded(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_small_params_have_moments_with_the_bits_of_one_process_when_sharded(
-    ranks: list[dict[str, Any]], layout: str
-) -> None:
+def test_small_params_have_moments_with_the_bits_of_one_process_when_sharded(ranks, layout):
     for rank in ranks:
         for name, moment in rank[layout]["moments"].items():
             assert same_bits(moment, rank["alone"]["moments"][name]), name

@@ -173,10 +173,8 @@ def test_state_assignment_refuses_unsupported_values(simulation):
     train(model, optimizer, 1)
     before, there = found(model, optimizer), on_accelerator(optimizer)
     slot = next(slot for slot in optimizer.slots() if optimizer.home(slot) == DEVICE)
-    param, name = (
-        optimizer.param_groups[slot.group]["params"][slot.position],
-        optimizer.slot_name(slot),
-    )
+    param = optimizer.param_groups[slot.group]["params"][slot.position]
+    name = optimizer.slot_name(slot)
     state = optimizer.state[param]
     value = state["exp_avg"]
     for key, wrong, words in [

@@ -1,7 +1,5 @@
 """Writes by callers to tensors of ``optimizer.state`` take effect or are refused by name."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +56,7 @@ def backward(model: nn.ParameterList, optimizer: Any, step: int) -> None:
 
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
-def test_step_refuses_state_replaced_by_another_shape_or_dtype(
-    place: str, wrong: str, tmp_path: Path
-) -> None:
+def test_step_refuses_state_replaced_by_another_shape_or_dtype(place, wrong, tmp_path):
     model, optimizer = build(place, "fp32", tmp_path)
     train(model, optimizer, range(3))
     before = snapshot(model, optimizer)
@@ -93,7 +89,7 @@ STACKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_state_clear_resets_moments_and_keeps_main_params(name: str, one_rank: None) -> None:
+def test_state_clear_resets_moments_and_keeps_main_params(name, one_rank):
     torch.manual_seed(0)
     model = nn.Linear(6, 5).bfloat16()
     optimizer = STACKS[name](model)
@@ -125,9 +121,7 @@ def test_state_clear_resets_moments_and_keeps_main_params(name: str, one_rank: N
 
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
 @pytest.mark.parametrize("layout", ["FSDP2", "ZeRO"])
-def test_state_of_a_shard_takes_assigned_values_when_stored_in_blocks(
-    layout: str, state: str, one_rank: None
-) -> None:
+def test_state_of_a_shard_takes_assigned_values_when_stored_in_blocks(layout, state, one_rank):
     torch.manual_seed(0)
     model = nn.Linear(20, 30, bias=False).bfloat16()
     if layout == "FSDP2":
@@ -162,7 +156,7 @@ def test_state_of_a_shard_takes_assigned_values_when_stored_in_blocks(
 
 
 @pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
-def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None:
+def test_state_in_few_bits_raises_when_a_write_would_be_lost(state):
     param = nn.Parameter(torch.ones(300))
     optimizer = mp_optim.AdamW([("w", param)], state=state)
     param.grad = torch.ones_like(param)
@@ -201,9 +195,7 @@ def test_state_in_few_bits_raises_when_a_write_would_be_lost(state: str) -> None
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": 1.0, "offload_mode": "speculative"}])
-def test_adamw_gives_equal_bits_when_a_moment_is_replaced_by_a_transposed_tensor(
-    settings: dict[str, object],
-) -> None:
+def test_adamw_gives_equal_bits_when_a_moment_is_replaced_by_a_transposed_tensor(settings):
     weights = []
     for transposed in (lambda value: value.t(), lambda value: value.t().contiguous()):
         param = nn.Parameter(torch.arange(64.0).reshape(8, 8))

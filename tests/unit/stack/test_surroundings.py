@@ -1,7 +1,5 @@
 """Default device and dtype, inference mode, autograd and autocast of the caller change no bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

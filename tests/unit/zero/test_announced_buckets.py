@@ -1,7 +1,5 @@
 """The gradient reducer announces reduced buckets during backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -77,9 +75,7 @@ def listened(optimizer: DistributedOptimizer, under_way: list[int]) -> list[int]
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_reducer_announces_all_but_two_buckets_during_backward(
-    nccl: list[int], mode: str, strategy: str
-) -> None:
+def test_reducer_announces_all_but_two_buckets_during_backward(nccl, mode, strategy):
     model, optimizer = layers(
         8, offload_mode=mode, data_parallel_sharding_strategy=strategy, **OFFLOADED
     )
@@ -93,7 +89,7 @@ def test_reducer_announces_all_but_two_buckets_during_backward(
     assert max(left) == 1
 
 
-def test_backward_waits_for_no_reduction_when_no_listener_is_set(nccl: list[int]) -> None:
+def test_backward_waits_for_no_reduction_when_no_listener_is_set(nccl):
     for settings in ({}, {**OFFLOADED, "offload_mode": "sync"}):
         model, optimizer = layers(8, **settings)
         backward(model)
@@ -101,7 +97,7 @@ def test_backward_waits_for_no_reduction_when_no_listener_is_set(nccl: list[int]
         assert optimizer.step().success and not nccl
 
 
-def test_sharding_with_announced_buckets_gives_the_bits_of_one_process(nccl: list[int]) -> None:
+def test_sharding_with_announced_buckets_gives_the_bits_of_one_process(nccl):
     model, optimizer = layers(8, offload_mode="speculative", **OFFLOADED)
     plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(8)))
     plain.load_state_dict(model.state_dict())
@@ -115,9 +111,7 @@ def test_sharding_with_announced_buckets_gives_the_bits_of_one_process(nccl: lis
         assert same_bits(param.detach(), plain.get_parameter(name).detach()), name
 
 
-def test_reducer_launches_each_bucket_once_when_two_threads_run_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reducer_launches_each_bucket_once_when_two_threads_run_backward(monkeypatch):
     place, launched, start = Narrow(), list[int](), grad_reducer.start_reduction
 
     def slow(grads: torch.Tensor, *rest: Any, **settings: Any) -> Any:

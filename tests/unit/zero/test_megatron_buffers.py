@@ -1,7 +1,5 @@
 """DistributedOptimizer over the buffers of Megatron's DistributedDataParallel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +29,7 @@ def sharded(model: nn.Module, precision: str = "fp32", **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sharding_uses_megatron_buffers_in_place(precision: str) -> None:
+def test_sharding_uses_megatron_buffers_in_place(precision):
     model = gpt.gpt(precision, distributed=True)
 
     def addresses() -> list[tuple[int, int]]:
@@ -46,7 +44,7 @@ def test_sharding_uses_megatron_buffers_in_place(precision: str) -> None:
     assert optimizer.metrics()["bytes_gathered"] >= num_bytes
 
 
-def test_sharding_refuses_settings_that_conflict_with_megatron_buffers() -> None:
+def test_sharding_refuses_settings_that_conflict_with_megatron_buffers():
     model = gpt.gpt("fp32", distributed=True)
     for settings in (
         {"bucket_size": 5},

@@ -55,9 +55,8 @@ def test_sharded_params_and_gradients_are_aligned_views_of_flat_buckets():
         assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
         assert param.untyped_storage().data_ptr() == params.data_ptr()
         assert param.main_grad.untyped_storage().data_ptr() == grads.data_ptr()
-        assert (param.data_ptr() - params.data_ptr()) % (
-            SHARD_ALIGNMENT * 4
-        ) == 0 and param.grad is None
+        assert (param.data_ptr() - params.data_ptr()) % (SHARD_ALIGNMENT * 4) == 0
+        assert param.grad is None
     model(torch.ones(1, 5)).sum().backward()
     assert all(
         param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
@@ -230,10 +229,8 @@ def test_deepspeed_7948_sharding_steps_flat_views_without_autograd_errors(strate
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
-    optimizer, reference = (
-        sharded(model, strategy=strategy),
-        get_megatron_optimizer(config_for("fp32"), plain),
-    )
+    optimizer = sharded(model, strategy=strategy)
+    reference = get_megatron_optimizer(config_for("fp32"), plain)
     tokens = torch.tensor([1, 2, 3])
     for _ in range(3):
         for net, stepper in ((model, optimizer), (plain, reference)):

@@ -1,7 +1,5 @@
 """``mp-optim doctor`` reports the backends of this machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def row_of(text: str, backend: str) -> list[str]:
     return next(line.split() for line in table if line.split()[:1] == [backend])
 
 
-def test_doctor_shows_whether_each_backend_is_usable_and_exact(text: str) -> None:
+def test_doctor_shows_whether_each_backend_is_usable_and_exact(text):
     for name in BACKENDS[1:]:
         usable, exact = row_of(text, name)[2:4]
         assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
@@ -41,12 +39,12 @@ def test_doctor_shows_whether_each_backend_is_usable_and_exact(text: str) -> Non
 
 
 @pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
-def test_doctor_shows_the_instruction_set(text: str) -> None:
+def test_doctor_shows_the_instruction_set(text):
     assert f"native kernels {native_library().level} of" in " ".join(text.split())
     assert row_of(text, "native")[2:4] == ["yes", "yes"]
 
 
-def test_doctor_names_the_cause_when_native_kernels_are_missing() -> None:
+def test_doctor_names_the_cause_when_native_kernels_are_missing():
     text = run_without_triton(MP_OPTIM_NATIVE="off")
     assert row_of(text, "native")[2:] == [
         "no",
@@ -61,5 +59,5 @@ def test_doctor_names_the_cause_when_native_kernels_are_missing() -> None:
 
 
 @pytest.mark.gpu
-def test_doctor_shows_the_gpu(text: str) -> None:
+def test_doctor_shows_the_gpu(text):
     assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text

@@ -1,7 +1,5 @@
 """``mp-optim fit`` finds settings that fit the given memory, or names the missing bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -50,14 +48,12 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED])
-def test_shipped_model_configs_build_published_parameter_counts(name: str) -> None:
+def test_shipped_model_configs_build_published_parameter_counts(name):
     model = build_hf(transformers.AutoConfig.for_model(**fit.shipped()[name]))
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
 
 
-def test_fit_changes_no_setting_when_the_model_fits_on_the_accelerator(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_changes_no_setting_when_the_model_fits_on_the_accelerator(config, capsys):
     status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")
     assert status == 0 and said["fits"] and said["settings"] == {}
     assert not said["checkpointing"] and said["loss"] == "model"
@@ -71,9 +67,7 @@ def test_fit_changes_no_setting_when_the_model_fits_on_the_accelerator(
     assert moments["step"]["moments and averages"] == 8 * params
 
 
-def test_fit_names_missing_bytes_when_a_model_does_not_fit(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_names_missing_bytes_when_a_model_does_not_fit(config, capsys):
     arguments = ("--model", config, "--gpu", "1GB", "--ram", "8GB")
     status, said = answer(capsys, *arguments)
     assert status == 3 and not said["fits"] and list(said["missing"]) == ["accelerator"]
@@ -81,9 +75,7 @@ def test_fit_names_missing_bytes_when_a_model_does_not_fit(
     assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
 
 
-def test_fit_counts_only_gradients_of_adapters_when_lora_is_set(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_counts_only_gradients_of_adapters_when_lora_is_set(config, capsys):
     arguments = ("--model", config, "--gpu", "4GB", "--ram", "8GB")
     _, said = answer(capsys, *arguments, "--lora", 4)
     _, whole = answer(capsys, *arguments)
@@ -94,9 +86,7 @@ def test_fit_counts_only_gradients_of_adapters_when_lora_is_set(
     assert "LoraConfig(r=4" in said["recipes"]["Python"]
 
 
-def test_fit_accepts_a_model_built_by_a_python_function(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_accepts_a_model_built_by_a_python_function(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(
         textwrap.dedent("""
@@ -145,13 +135,8 @@ def one_billion(tmp_path: Path) -> Path:
     ],
 )
 def test_fit_streams_8bit_state_when_host_memory_is_short(
-    gpu: str,
-    ram: str,
-    main_params: str,
-    kept: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    gpu, ram, main_params, kept, tmp_path, capsys
+):
     path = one_billion(tmp_path)
     machine = ("--gpu", gpu, "--ram", ram, "--reserve", "0GB", "--host-reserve", "0GB")
     form = ("--main-params", main_params)
@@ -166,8 +151,8 @@ def test_fit_streams_8bit_state_when_host_memory_is_short(
     ("rates", "place"), [((25, 25, 72, 907, 3), "streamed"), ((1, 1, 500, 907, 3), "host")]
 )
 def test_fit_chooses_the_faster_offload_place_when_host_and_streamed_fit(
-    rates: tuple[int, ...], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    rates, place, tmp_path, capsys
+):
     machine = ("--gpu", "5.1GiB", "--ram", "64GB", "--reserve", "0GB", "--rates", *rates)
     _, said = answer(capsys, "--model", f"{one_billion(tmp_path)}:build", *machine)
     assert said["certain"] and said["settings"]["offload"] == 1.0
@@ -188,17 +173,13 @@ OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
         ((*OK, "--rates", *"00000"), "--rates .*: each must be more than 0 GB/s"),
     ],
 )
-def test_fit_names_the_argument_when_its_value_is_invalid(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
-) -> None:
+def test_fit_names_the_argument_when_its_value_is_invalid(capsys, arguments, words):
     assert main(["fit", *arguments]) == 1
     assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", [("plan",), ("fit", "--gpu", "1GB", "--ram", "1GB")])
-def test_plan_and_fit_name_the_config_that_transformers_cannot_build(
-    command: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_fit_name_the_config_that_transformers_cannot_build(command, config, capsys):
     for wrong, reason in (({"hidden_size": 65}, "not a multiple of"), ({"hidden_size": -64}, "")):
         config.write_text(json.dumps({**LLAMA, **wrong}))
         assert main([*command, "--model", str(config)]) == 1

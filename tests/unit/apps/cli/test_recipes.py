@@ -1,7 +1,5 @@
 """Programs that ``mp-optim fit`` prints run as printed and use the predicted memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -94,16 +92,14 @@ def learns(names: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("words", WORDS, ids=str)
-def test_python_recipe_trains_with_each_setting(words: dict[str, Any], folder: Path) -> None:
+def test_python_recipe_trains_with_each_setting(words, folder):
     save_model(LLAMA)
     names = run(python_lines(estimate_of(words, folder), RECIPE))
     assert learns(names) and isinstance(names["optimizer"], mp_optim.AdamW)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_python_recipe_trains_mixture_of_experts_models(
-    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_recipe_trains_mixture_of_experts_models(kind, folder, capsys):
     save_model({**MIXTURES[kind], "model_type": kind})
     said = answer(capsys, *("--model", "here", "--gpu", "1.01GiB", "--ram", "8GB", "--seq", 128))
     names = run(said["recipes"]["Python"])
@@ -137,9 +133,7 @@ WIDE = {**LLAMA, "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 1024}
         pytest.param("on", "chunked", marks=pytest.mark.slow),
     ],
 )
-def test_recipe_uses_the_memory_that_fit_predicts(
-    checkpointing: str, loss: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_uses_the_memory_that_fit_predicts(checkpointing, loss, folder, capsys):
     """Compare peak memory within 1 %, for the Python recipe and once for the Trainer recipe."""
     save_model(WIDE)
     ways = ("--checkpointing", checkpointing, "--loss", loss)
@@ -178,9 +172,7 @@ def on_host(lines: str) -> str:
     return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
 
 
-def test_printed_recipes_of_fit_train_without_a_change(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_recipes_of_fit_train_without_a_change(folder, capsys):
     save_model(LLAMA)
     machine = ("--gpu", "0.95MiB", "--reserve", "0GB", "--ram", "8GB", "--seq", 128)
     said = answer(capsys, "--model", "here", *machine, "--checkpointing", "on")
@@ -195,7 +187,7 @@ def test_printed_recipes_of_fit_train_without_a_change(
     assert lines.endswith("\nlog_own_norm(trainer)")
 
 
-def test_chunk_loss_equals_loss_and_gradients_of_the_model() -> None:
+def test_chunk_loss_equals_loss_and_gradients_of_the_model():
     """Compare loss and gradients in training, logits in evaluation, and logits after restore()."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**WIDE)
@@ -220,7 +212,7 @@ def test_chunk_loss_equals_loss_and_gradients_of_the_model() -> None:
     assert chunked.train()(input_ids=tokens).logits.shape[-1] == 1024
 
 
-def test_chunk_loss_refuses_models_that_scale_their_logits() -> None:
+def test_chunk_loss_refuses_models_that_scale_their_logits():
     config = transformers.Gemma2Config(num_hidden_layers=1, hidden_size=32, vocab_size=64)
     with torch.device("meta"):
         model = transformers.Gemma2ForCausalLM(config)

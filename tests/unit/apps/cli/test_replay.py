@@ -1,7 +1,5 @@
 """``mp-optim replay`` repeats recorded steps on a CPU, and names tensor and element that differ."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """``mp-optim conform``: output, exit status, and reports of crashed and hanging checks."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 
@@ -21,7 +19,7 @@ FAMILY = Subject("torch.optim.AdamW")
 @pytest.mark.parametrize(
     ("name", "says"), [(ALIASING, "kit.Nonconformance"), ("hooks_run", "conforms")]
 )
-def test_conform_prints_a_command_that_runs_one_check(name: str, says: str) -> None:
+def test_conform_prints_a_command_that_runs_one_check(name, says):
     program, flag, code = shlex.split(command_of(CHECKS[name], FAMILY))
     assert (program, flag) == ("python", "-c")
     ended = end_forked_program(flag, code, timeout=120)
@@ -29,7 +27,7 @@ def test_conform_prints_a_command_that_runs_one_check(name: str, says: str) -> N
     assert (ended.returncode == 0) == (says == "conforms")
 
 
-def test_conform_reports_a_failure_when_a_check_crashes_or_hangs() -> None:
+def test_conform_reports_a_failure_when_a_check_crashes_or_hangs():
     subject = Subject("support.odd_optimizers.DyingAdamW")
     names = ["a_warm_up_from_zero_is_harmless", "zero_grad_clears", "hooks_run"]
     found = {each.name: (each.status, each.message) for each in run(subject, names, limit=4.0)}
@@ -40,7 +38,7 @@ def test_conform_reports_a_failure_when_a_check_crashes_or_hangs() -> None:
     }
 
 
-def test_conform_reports_a_refused_step_unless_the_step_changed_a_parameter() -> None:
+def test_conform_reports_a_refused_step_unless_the_step_changed_a_parameter():
     class Refusing(built()):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for param in self.param_groups[0]["params"]:
@@ -57,9 +55,7 @@ def test_conform_reports_a_refused_step_unless_the_step_changed_a_parameter() ->
     assert status == FAILS and "after a refused step" in message
 
 
-def test_conform_exits_with_1_when_a_check_of_the_level_fails(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_conform_exits_with_1_when_a_check_of_the_level_fails(capsys):
     command = ["conform", "torch.optim.AdamW", "--args", "lr=0.01", "--only", ALIASING, "hooks_run"]
     assert main(command) == 0  # Only checks of level "should" failed.
     shown = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Each conformance check fails for the wrong AdamW that it is written for."""
 
-from __future__ import annotations
-
 import pytest
 
 from mp_optim.apps.conform import CHECKS, Subject
@@ -10,16 +8,16 @@ from support.plain_adamw import MUTANTS, built
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_conform_check_fails_each_adamw_with_a_known_defect(mutant: str) -> None:
+def test_conform_check_fails_each_adamw_with_a_known_defect(mutant):
     status, finding = outcome_of(MUTANTS[mutant][0], built(mutant))
     assert status == FAILS and finding
 
 
-def test_conform_is_tested_with_at_least_40_defective_adamws() -> None:
+def test_conform_is_tested_with_at_least_40_defective_adamws():
     assert len(MUTANTS) >= 40 and {check for check, _, _ in MUTANTS.values()} <= set(CHECKS)
 
 
-def test_conform_passes_a_plain_adamw_except_in_six_named_checks() -> None:
+def test_conform_passes_a_plain_adamw_except_in_six_named_checks():
     checks = Subject("support.plain_adamw.PlainAdamW", rule="adamw").checks()
     outcomes = {check.name: outcome_of(check.name, built())[0] for check in checks}
     assert {name for name, status in outcomes.items() if status not in (PASSES, OTHER)} == {

@@ -1,7 +1,5 @@
 """The optimizer classes of this package pass every conformance check of every level."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -34,7 +32,7 @@ def outcomes(subject: Subject, names: set[str]) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_optimizer_classes_pass_conform_checks_of_every_level(name: str) -> None:
+def test_optimizer_classes_pass_conform_checks_of_every_level(name):
     subject = Subject(f"mp_optim.{name}", FORMS[name])
     found = outcomes(subject, {check.name for check in subject.checks()})
     assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
@@ -50,7 +48,7 @@ def test_optimizer_classes_pass_conform_checks_of_every_level(name: str) -> None
     ],
     ids=str,
 )
-def test_adamw_passes_conform_checks_with_each_setting(settings: dict[str, object]) -> None:
+def test_adamw_passes_conform_checks_with_each_setting(settings):
     subject = Subject("mp_optim.AdamW", settings)
     names = {check.name for check in subject.checks() if not check.rules}
     found = outcomes(subject, names)
@@ -59,14 +57,12 @@ def test_adamw_passes_conform_checks_with_each_setting(settings: dict[str, objec
 
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
-def test_optimizers_with_compact_state_keep_weights_when_gradients_are_zero(
-    name: str, state: str
-) -> None:
+def test_optimizers_with_compact_state_keep_weights_when_gradients_are_zero(name, state):
     subject = Subject(f"mp_optim.{name}", {"state": state})
     assert outcomes(subject, {"zero_gradients_move_nothing"}).popitem()[1] == (PASSES, "")
 
 
-def test_megatron_optimizer_fails_only_known_conform_checks() -> None:
+def test_megatron_optimizer_fails_only_known_conform_checks():
     subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
     found = outcomes(subject, {check.name for check in subject.checks()})
     assert {name for name, (status, _) in found.items() if status == FAILS} == {

@@ -1,7 +1,5 @@
 """torch's optimizers pass the conformance checks of level "must"."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any
@@ -23,9 +21,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "Adadelta": ({}, {"lr": 10.0}, {"rho": 0.5}),
 }
 """Three settings of each torch optimizer. NAdam is left out because a load casts its product of
-rates
-to the parameter's dtype, so bfloat16 training does not resume. ``fused=True`` is left out because
-torch steps sliced parameters on a CPU as if they were contiguous."""
+rates to the parameter's dtype, so bfloat16 training does not resume. ``fused=True`` is left out
+because torch steps sliced parameters on a CPU as if they were contiguous."""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ torch steps sliced parameters on a CPU as if they were contiguous."""
         for settings in three
     ],
 )
-def test_conform_passes_torch_optimizers_at_level_must(name: str, settings: dict[str, Any]) -> None:
+def test_conform_passes_torch_optimizers_at_level_must(name, settings):
     subject = Subject(f"torch.optim.{name}", settings)
     chosen = [c.name for c in subject.checks() if c.level == "must"]
     with warnings.catch_warnings():
@@ -61,6 +58,6 @@ class DecayInGradients(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_conform_finds_weight_decay_written_into_gradients() -> None:
+def test_conform_finds_weight_decay_written_into_gradients():
     for kind, status in ((DecayInGradients, FAILS), (torch.optim.SGD, PASSES)):
         assert outcome_of("gradients_are_left_alone", partial(kind, lr=0.1))[0] == status

@@ -1,7 +1,5 @@
 """Codes of published weights: their arithmetic, their size, and receivers with the same bits."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

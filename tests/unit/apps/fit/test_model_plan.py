@@ -1,7 +1,5 @@
 """The planner's bytes equal the bytes of the tensors that an optimizer then holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -67,9 +65,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
 
 @given(models())
 @settings(max_examples=40, deadline=None)
-def test_plan_equals_bytes_of_real_tensors_for_random_models(
-    case: tuple[list[ParamSpec], OptimizerConfig],
-) -> None:
+def test_plan_equals_bytes_of_real_tensors_for_random_models(case):
     specs, config = case
     model = Bag(specs)
     optimizer = get_megatron_optimizer(config, model)
@@ -91,7 +87,7 @@ def test_plan_equals_bytes_of_real_tensors_for_random_models(
     )
 
 
-def test_plan_divides_parameters_among_tensor_expert_and_fsdp2_ranks() -> None:
+def test_plan_divides_parameters_among_tensor_expert_and_fsdp2_ranks():
     config = OptimizerConfig(lr=1e-3, bf16=True)
     specs = [
         ParamSpec("dense.weight", (64, 32)),
@@ -109,7 +105,7 @@ def test_plan_divides_parameters_among_tensor_expert_and_fsdp2_ranks() -> None:
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
 
 
-def test_smallest_fraction_fits_in_memory_and_a_64th_less_does_not() -> None:
+def test_smallest_fraction_fits_in_memory_and_a_64th_less_does_not():
     specs = [ParamSpec(f"layer{index}.weight", (128, 128)) for index in range(64)]
     config = OptimizerConfig(lr=1e-3, bf16=True)
     limit = 10 * 2**20
@@ -126,7 +122,7 @@ def test_smallest_fraction_fits_in_memory_and_a_64th_less_does_not() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_plan_counts_a_copy_of_all_saved_tensors_for_background_saves(fraction: float) -> None:
+def test_plan_counts_a_copy_of_all_saved_tensors_for_background_saves(fraction):
     model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
     for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
         config = config_for("bf16", fraction, ema_decay=decay)
@@ -138,9 +134,7 @@ SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in ra
 
 
 @pytest.mark.parametrize("limit", [24, 12])
-def test_plan_error_names_gib_and_memory_saving_settings_when_a_model_does_not_fit(
-    limit: int,
-) -> None:
+def test_plan_error_names_gib_and_memory_saving_settings_when_a_model_does_not_fit(limit):
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
         smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)
@@ -151,14 +145,14 @@ def test_plan_error_names_gib_and_memory_saving_settings_when_a_model_does_not_f
     assert "LoRA" in said and "quantize_weights" in said
 
 
-def test_plan_error_omits_release_gradients_when_the_config_refuses_that_setting() -> None:
+def test_plan_error_omits_release_gradients_when_the_config_refuses_that_setting():
     config = OptimizerConfig(lr=1e-5, bf16=True, use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="still needs") as caught:
         smallest_fraction(SEVEN_BILLION[:8], config, gpu_memory=2**20)
     assert "release_gradients" not in str(caught.value) and "LoRA" in str(caught.value)
 
 
-def test_plan_error_omits_release_gradients_when_it_would_save_nothing() -> None:
+def test_plan_error_omits_release_gradients_when_it_would_save_nothing():
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="still needs") as caught:
         smallest_fraction(nn.Embedding(1 << 20, 512).bfloat16(), config, gpu_memory=GIB)
@@ -177,7 +171,7 @@ def linears(count: int = 16) -> nn.Module:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
-def test_auto_offload_fraction_is_the_smallest_that_fits(share: float) -> None:
+def test_auto_offload_fraction_is_the_smallest_that_fits(share):
     everything = plan(linears(), OptimizerConfig(lr=1e-3, bf16=True)).accelerator
     limit = (
         everything.model_params
@@ -196,7 +190,7 @@ def test_auto_offload_fraction_is_the_smallest_that_fits(share: float) -> None:
     assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
 
 
-def test_auto_offload_fraction_error_names_the_argument_when_none_can_be_chosen() -> None:
+def test_auto_offload_fraction_error_names_the_argument_when_none_can_be_chosen():
     with pytest.raises(ValueError, match=r"gpu_memory=1000: .*'1000GiB'"):
         get_megatron_optimizer(auto(gpu_memory=1000), linears())
     with pytest.raises(ValueError, match="param_groups="):

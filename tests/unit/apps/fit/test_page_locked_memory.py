@@ -1,7 +1,5 @@
 """Planned bytes of page-locked host memory equal the bytes that the allocators take."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -62,9 +60,7 @@ class ChargingTransfer(Transfer):
         ("bf16-8bit", True, 700),
     ],
 )
-def test_plan_equals_host_memory_that_a_run_allocates(
-    mode: str, precision: str, pins: bool, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_equals_host_memory_that_a_run_allocates(mode, precision, pins, width, monkeypatch):
     pinned = {"pin_cpu_grads": pins, "pin_cpu_params": pins}
     config = config_for(precision, 1.0, clip_grad=0.0, offload_mode=mode, **pinned)
     layers = [nn.Linear(1111, width), nn.Linear(width, width), nn.Linear(width, 1)]
@@ -114,7 +110,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
     }
 
 
-def test_page_locked_pieces_take_less_than_82_percent_of_power_of_two_allocations() -> None:
+def test_page_locked_pieces_take_less_than_82_percent_of_power_of_two_allocations():
     found = {
         name: (sum(map(power_of_two, pieces)), sum(map(page_locked_bytes, pieces)))
         for name, pieces in pieces_of(7 * 10**9).items()

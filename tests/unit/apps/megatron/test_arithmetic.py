@@ -1,7 +1,5 @@
 """Documented differences between Megatron's step and ours."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -54,7 +52,7 @@ class MegatronsOrder:
         return True, norm, None
 
 
-def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
+def test_fp16_step_has_bits_of_separate_unscaling_and_clipping():
     """The loss scale is a power of two, so unscaling rounds nothing, and one multiplication by the
     product has the bits of two multiplications."""
     model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
@@ -67,7 +65,7 @@ def test_fp16_step_has_bits_of_separate_unscaling_and_clipping() -> None:
         assert same_bits(one, another)
 
 
-def test_megatron_lion_uses_lion_betas_for_every_parameter() -> None:
+def test_megatron_lion_uses_lion_betas_for_every_parameter():
     """Megatron's own ``--optimizer lion`` uses the betas of Adam and steps matrices only."""
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
     weight.is_embedding_or_output_parameter = True

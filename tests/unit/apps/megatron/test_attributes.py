@@ -1,7 +1,5 @@
 """Attributes that Megatron's optimizer reads are listed, and are read or refused as listed."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -28,7 +26,7 @@ def sources() -> list[Path]:
 
 
 @pytest.mark.skipif(not sources(), reason="no Megatron is here")
-def test_attribute_list_has_every_attribute_megatron_reads() -> None:
+def test_attribute_list_has_every_attribute_megatron_reads():
     for source in sources():
         if (source / "megatron" / "core" / "optimizer").is_dir():
             assert not tool.unlisted(tool.read_in(source)), source
@@ -50,17 +48,17 @@ def names(owner: str, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize("owner", ANSWERS)
-def test_package_reads_megatron_attributes_listed_as_read(owner: str) -> None:
+def test_package_reads_megatron_attributes_listed_as_read(owner):
     by_torch = {"_local_tensor"}  # The package calls to_local() instead.
     assert not names(owner, "read") - words_of_the_package() - by_torch
 
 
-def test_attribute_list_marks_exactly_the_refused_parameter_attributes_as_refused() -> None:
+def test_attribute_list_marks_exactly_the_refused_parameter_attributes_as_refused():
     assert names("parameter", "refused") == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", sorted(names("group", "refused")))
-def test_config_override_refuses_group_attribute_listed_as_refused(name: str) -> None:
+def test_config_override_refuses_group_attribute_listed_as_refused(name):
     overrides = {ParamKey(name="*"): {name: True}}
     with pytest.raises(ValueError, match=rf"override {name}=True"):
         get_megatron_optimizer(OptimizerConfig(lr=1e-2), nn.Linear(2, 2), overrides)

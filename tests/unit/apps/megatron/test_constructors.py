@@ -1,7 +1,5 @@
 """Megatron's optimizer classes accept Megatron's constructor arguments."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -19,7 +17,7 @@ from mp_optim.apps import megatron  # noqa: E402
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_float16_optimizer_trains_alike_with_a_config_of_megatron_and_our_config(half: str) -> None:
+def test_float16_optimizer_trains_alike_with_a_config_of_megatron_and_our_config(half):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[half]
     scaler = megatron.ConstantGradScaler(64.0) if half == "fp16" else None
     model, other = TinyMoE(dtype, experts=False), TinyMoE(dtype, experts=False)
@@ -36,7 +34,7 @@ def test_float16_optimizer_trains_alike_with_a_config_of_megatron_and_our_config
     assert train(model, wrapped, 6) == train(other, ours, 6)
 
 
-def test_fp32_optimizer_of_megatron_steps_like_plain_sgd() -> None:
+def test_fp32_optimizer_of_megatron_steps_like_plain_sgd():
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.load_state_dict(model.state_dict())
     config = core.OptimizerConfig(lr=1e-2, clip_grad=0.0)
@@ -59,7 +57,7 @@ def dynamic(scale: float, growth: int, hysteresis: int) -> Any:
     return scaler
 
 
-def test_float16_optimizer_updates_the_loss_scale_like_a_given_megatron_grad_scaler() -> None:
+def test_float16_optimizer_updates_the_loss_scale_like_a_given_megatron_grad_scaler():
     for found_inf, expected in ((False, 2048.0), (True, 512.0)):
         theirs = dynamic(1024.0, growth=2, hysteresis=1)
         model = TinyMoE(torch.float16, experts=False)
@@ -77,7 +75,7 @@ def test_float16_optimizer_updates_the_loss_scale_like_a_given_megatron_grad_sca
         assert optimizer.get_loss_scale().item() == theirs.scale.item() == expected
 
 
-def test_float16_optimizer_names_an_unknown_grad_scaler_class() -> None:
+def test_float16_optimizer_names_an_unknown_grad_scaler_class():
     unknown = copy.copy(dynamic(1.0, 0, 1))
     unknown.__class__ = type("Elastic", (scalers.DynamicGradScaler,), {})
     with pytest.raises(TypeError, match="grad_scaler is a Elastic"):
@@ -88,7 +86,7 @@ def test_float16_optimizer_names_an_unknown_grad_scaler_class() -> None:
         )
 
 
-def test_chained_optimizer_reports_one_norm_of_all_parts() -> None:
+def test_chained_optimizer_reports_one_norm_of_all_parts():
     model = TinyMoE(torch.bfloat16, experts=False)
     params, config = list(model.parameters()), core.OptimizerConfig(lr=1e-2, bf16=True)
     parts = [
@@ -106,7 +104,7 @@ def test_chained_optimizer_reports_one_norm_of_all_parts() -> None:
         megatron.ChainedOptimizer([torch.optim.SGD(params, lr=1.0)])
 
 
-def test_megatron_optimizer_is_a_stub_when_a_rank_has_no_parameters() -> None:
+def test_megatron_optimizer_is_a_stub_when_a_rank_has_no_parameters():
     config = core.OptimizerConfig(lr=1e-2, bf16=True)
     stub = megatron.Float16OptimizerWithFloat16Params(None, config, None, None)
     for nothing in (stub, megatron.ChainedOptimizer([])):
@@ -114,7 +112,7 @@ def test_megatron_optimizer_is_a_stub_when_a_rank_has_no_parameters() -> None:
         assert nothing.step()[0]
 
 
-def test_hybrid_optimizer_lists_fp32_copies_of_its_parameters() -> None:
+def test_hybrid_optimizer_lists_fp32_copies_of_its_parameters():
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     scale = nn.Parameter(torch.ones(1))
     hybrid = megatron.HybridDeviceOptimizer(

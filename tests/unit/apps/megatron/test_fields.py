@@ -1,7 +1,5 @@
 """docs/clients/megatron.md describes Megatron's config fields correctly."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ CONFIGS["DistributedDataParallelConfig"] = DistributedDataParallelConfig
 
 
 @pytest.mark.parametrize("owner", tool.CLASSES, ids=lambda owner: owner.name)
-def test_field_table_has_all_fields_of_the_installed_megatron(owner: tool.ConfigClass) -> None:
+def test_field_table_has_all_fields_of_the_installed_megatron(owner):
     read = tool.fields_in(INSTALLED, owner)
     names = [spec.name for spec in dataclasses.fields(CONFIGS[owner.name])]
     assert sorted(read) == sorted(names)
@@ -48,9 +46,7 @@ def other_than(value: Any) -> Any:
     ],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_config_from_megatron_refuses_fields_listed_as_refused(
-    owner: tool.ConfigClass, name: str
-) -> None:
+def test_config_from_megatron_refuses_fields_listed_as_refused(owner, name):
     """The table also lists fields of Megatron versions that are not installed."""
     fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
     of_optimizer = owner.name == "OptimizerConfig"
@@ -72,7 +68,7 @@ def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig))
-def test_config_from_megatron_ignores_fields_listed_without_effect(name: str) -> None:
+def test_config_from_megatron_ignores_fields_listed_without_effect(name):
     config = OptimizerConfig(lr=1e-3)
     plain = config_from_megatron(config)
     setattr(config, name, other_than(getattr(config, name)))
@@ -87,7 +83,7 @@ def in_ddp(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig))
-def test_config_from_megatron_ignores_reduction_settings_of_megatron_ddp(name: str) -> None:
+def test_config_from_megatron_ignores_reduction_settings_of_megatron_ddp(name):
     value = other_than(getattr(DistributedDataParallelConfig(), name))
     config = OptimizerConfig(lr=1e-3)
     chunks = [in_ddp(**{name: value})]
@@ -95,7 +91,7 @@ def test_config_from_megatron_ignores_reduction_settings_of_megatron_ddp(name: s
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_config_from_megatron_refuses_a_model_with_sharded_gradients(ranks: int) -> None:
+def test_config_from_megatron_refuses_a_model_with_sharded_gradients(ranks):
     sharded = in_ddp(use_distributed_optimizer=True)
     group = SimpleNamespace(size=lambda: ranks)
     sharded.buffers = [SimpleNamespace(data_parallel_group=group)]
@@ -116,24 +112,24 @@ class OfTomorrow:
     telepathy: bool = False
 
 
-def test_config_from_megatron_refuses_an_unknown_field_only_when_set() -> None:
+def test_config_from_megatron_refuses_an_unknown_field_only_when_set():
     assert config_from_megatron(OfTomorrow()).lr == 1e-3
     with pytest.raises(ValueError, match=r"^telepathy=True .*does not know the field"):
         config_from_megatron(OfTomorrow(telepathy=True))
 
 
-def test_config_from_megatron_translates_renamed_muon_fields() -> None:
+def test_config_from_megatron_translates_renamed_muon_fields():
     theirs = OfTomorrow(optimizer="muon", muon_tp_mode="distributed", muon_nesterov=True)
     ours = config_from_megatron(theirs)
     assert ours.muon_use_nesterov and ours.muon_tp_mode == "duplicated"
 
 
-def test_config_from_megatron_warns_when_lion_ignores_adam_betas() -> None:
+def test_config_from_megatron_warns_when_lion_ignores_adam_betas():
     with pytest.warns(UserWarning, match="adam_beta1"):
         config_from_megatron(OfTomorrow(optimizer="lion"))
 
 
-def test_config_from_megatron_refuses_main_params_that_are_not_fp32() -> None:
+def test_config_from_megatron_refuses_main_params_that_are_not_fp32():
     config = OptimizerConfig(lr=1e-3)
     config.main_params_dtype = torch.float16
     with pytest.raises(ValueError, match=r"main_params_dtype=torch\.float16"):
@@ -160,9 +156,7 @@ STREAMS = "chunked_optimizer_state_offload"
         ({"offload_optimizer_states": True}, (True, 1.0, "streamed", 256 << 20)),
     ],
 )
-def test_install_streams_state_when_megatron_offloads_chunks(
-    theirs: dict[str, Any], ours: tuple[Any, ...]
-) -> None:
+def test_install_streams_state_when_megatron_offloads_chunks(theirs, ours):
     """The fields come from Megatron versions that are not installed."""
     fields = {
         "lr": 1e-3,
@@ -192,7 +186,7 @@ def test_install_streams_state_when_megatron_offloads_chunks(
 
 
 @pytest.mark.parametrize("optimizer", ["adaptive_muon", "soap"])
-def test_config_from_megatron_names_an_optimizer_that_is_not_supported(optimizer: str) -> None:
+def test_config_from_megatron_names_an_optimizer_that_is_not_supported(optimizer):
     fields = [("optimizer", str, optimizer), ("lr", float, 1e-3), ("bf16", bool, True)]
     config = dataclasses.make_dataclass("Config", fields)()
     with pytest.raises(ValueError, match=f"optimizer='{optimizer}': must be one of"):

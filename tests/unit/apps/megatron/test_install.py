@@ -1,10 +1,7 @@
 """``megatron.install()`` gives Megatron-core's callers the optimizer of this package."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,7 +36,7 @@ def build(**settings: Any) -> tuple[nn.Module, Any]:
     return model, core.get_megatron_optimizer(config, [model])
 
 
-def test_megatron_install_replaces_factory_names_in_programs_imported_earlier() -> None:
+def test_megatron_install_replaces_factory_names_in_programs_imported_earlier():
     theirs = core.get_megatron_optimizer
     program = ModuleType("a_training_program")
     program.get_megatron_optimizer = theirs  # type: ignore[attr-defined]
@@ -56,9 +53,7 @@ def test_megatron_install_replaces_factory_names_in_programs_imported_earlier() 
         del sys.modules[program.__name__]
 
 
-def test_install_names_unknown_arguments_of_a_newer_factory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_install_names_unknown_arguments_of_a_newer_factory(monkeypatch):
     def newer(config: Any, model_chunks: Any, buckets_of_tomorrow: Any) -> None: ...
 
     newer.__module__ = core.__name__
@@ -70,7 +65,7 @@ def test_install_names_unknown_arguments_of_a_newer_factory(
 
 
 @pytest.mark.usefixtures("installed")
-def test_installed_factory_trains_like_our_factory_with_equal_settings() -> None:
+def test_installed_factory_trains_like_our_factory_with_equal_settings():
     from mp_optim import get_megatron_optimizer
 
     model, optimizer = build(clip_grad=0.5, weight_decay=0.1)
@@ -82,7 +77,7 @@ def test_installed_factory_trains_like_our_factory_with_equal_settings() -> None
 
 
 @pytest.mark.usefixtures("installed")
-def test_installed_optimizer_supports_the_calls_of_megatrons_training_loop() -> None:
+def test_installed_optimizer_supports_the_calls_of_megatrons_training_loop():
     model, optimizer = build()
     parts = optimizer.chained_optimizers
     assert len(parts) == 2
@@ -117,9 +112,7 @@ def state_of(optimizer: Any) -> Any:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_factory_returns_a_chained_optimizer_of_megatron_with_and_without_experts(
-    has_experts: bool,
-) -> None:
+def test_factory_returns_a_chained_optimizer_of_megatron_with_and_without_experts(has_experts):
     model = TinyMoE(torch.bfloat16)
     if not has_experts:
         for param in model.parameters():
@@ -179,9 +172,7 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ],
     ids=str,
 )
-def test_step_raises_until_a_scheduler_sets_lr_when_the_config_has_no_lr(
-    settings: dict[str, Any],
-) -> None:
+def test_step_raises_until_a_scheduler_sets_lr_when_the_config_has_no_lr(settings):
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
     before = [param.detach().clone() for param in model.parameters()]
@@ -194,7 +185,7 @@ def test_step_raises_until_a_scheduler_sets_lr_when_the_config_has_no_lr(
 
 
 @pytest.mark.usefixtures("installed")
-def test_installed_optimizer_uses_process_groups_of_megatron() -> None:
+def test_installed_optimizer_uses_process_groups_of_megatron():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         parallel_state.initialize_model_parallel()
@@ -208,7 +199,7 @@ def test_installed_optimizer_uses_process_groups_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
-def test_get_megatron_optimizer_names_a_missing_process_group(missing: str) -> None:
+def test_get_megatron_optimizer_names_a_missing_process_group(missing):
     groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
     config = core.OptimizerConfig(lr=1e-2)
     with pytest.raises(ValueError, match=rf"pg_collection\.{missing} is missing"):
@@ -217,7 +208,7 @@ def test_get_megatron_optimizer_names_a_missing_process_group(missing: str) -> N
         )
 
 
-def test_get_megatron_optimizer_accepts_only_standard_overrides_that_match_no_param() -> None:
+def test_get_megatron_optimizer_accepts_only_standard_overrides_that_match_no_param():
     config = core.OptimizerConfig(lr=1e-2)
     overrides = core.get_standard_config_overrides(config)
     model = nn.Linear(2, 2, bias=False)
@@ -227,7 +218,7 @@ def test_get_megatron_optimizer_accepts_only_standard_overrides_that_match_no_pa
         megatron.get_megatron_optimizer(config, [model], overrides)
 
 
-def test_megatron_module_runs_a_script_with_our_factory(tmp_path: Path) -> None:
+def test_megatron_module_runs_a_script_with_our_factory(tmp_path):
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import sys\n"
@@ -238,7 +229,7 @@ def test_megatron_module_runs_a_script_with_our_factory(tmp_path: Path) -> None:
     assert said.split() == ["mp_optim.apps.megatron.install", "__main__", "['--bf16']"]
 
 
-def test_megatron_module_passes_values_of_the_set_flag_to_the_optimizer(tmp_path: Path) -> None:
+def test_megatron_module_passes_values_of_the_set_flag_to_the_optimizer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(_OFFLOADED)
     fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")

@@ -1,8 +1,5 @@
 """A checkpoint of ``mp_optim.checkpoint`` keeps its bits in every layout of a Megatron model."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,29 +22,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoint_load_gives_each_rank_the_parameter_parts_of_its_megatron_layout(
-    ranks: list[Any], layout: str
-) -> None:
+def test_checkpoint_load_gives_each_rank_the_parameter_parts_of_its_megatron_layout(ranks, layout):
     for rank in ranks:
         count, wrong, *_ = rank[layout]
         assert count > 10 and not wrong
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoint_saves_the_loaded_values_in_each_megatron_layout(
-    ranks: list[Any], layout: str
-) -> None:
+def test_checkpoint_saves_the_loaded_values_in_each_megatron_layout(ranks, layout):
     assert [rank[layout][2] for rank in ranks] == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoint_resumes_with_equal_bits_in_each_megatron_layout(
-    ranks: list[Any], layout: str
-) -> None:
+def test_checkpoint_resumes_with_equal_bits_in_each_megatron_layout(ranks, layout):
     assert [rank[layout][3] for rank in ranks] == [True] * 4
 
 
-def test_installed_optimizer_resumes_from_our_checkpoint_with_equal_losses(tmp_path: Path) -> None:
+def test_installed_optimizer_resumes_from_our_checkpoint_with_equal_losses(tmp_path):
     def build() -> tuple[Any, Any]:
         model = TinyMoE(torch.bfloat16)
         config = core.OptimizerConfig(lr=1e-2, bf16=True)

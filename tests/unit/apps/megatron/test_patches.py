@@ -1,7 +1,5 @@
 """Functions of Megatron's optimizer that programs replace are called, or refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -59,8 +57,8 @@ def put(patch: pytest.MonkeyPatch, part: str) -> None:
 
 @pytest.mark.parametrize("part", [part for part in LISTED if LISTED[part] == "refused"])
 def test_megatron_install_names_a_replaced_megatron_function_that_is_not_supported(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    part, monkeypatch
+):
     if not part.endswith("__new__"):
         check_refusal(part, monkeypatch)
         return
@@ -89,9 +87,7 @@ def check_refusal(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         megatron.install()
 
 
-def test_megatron_install_accepts_a_class_that_gains_attributes_while_it_is_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_megatron_install_accepts_a_class_that_gains_attributes_while_it_is_checked(monkeypatch):
     class Lazy:
         def __getattr__(self, name: str) -> Any:
             core.ChainedOptimizer.loaded = True
@@ -105,9 +101,7 @@ def test_megatron_install_accepts_a_class_that_gains_attributes_while_it_is_chec
     del core.ChainedOptimizer.loaded
 
 
-def test_get_megatron_optimizer_calls_a_replaced_get_param_groups_after_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_get_megatron_optimizer_calls_a_replaced_get_param_groups_after_install(monkeypatch):
     megatron.install()
     theirs = core._get_param_groups
 
@@ -130,9 +124,7 @@ def test_get_megatron_optimizer_calls_a_replaced_get_param_groups_after_install(
             core.get_megatron_optimizer(config, [model])
 
 
-def test_install_reaches_a_program_that_imported_the_factory_under_another_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_install_reaches_a_program_that_imported_the_factory_under_another_name(monkeypatch):
     program = ModuleType("a_program")
     program.build_native = theirs = core.get_megatron_optimizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, program.__name__, program)

@@ -1,7 +1,5 @@
 """Megatron's dist_checkpointing saves and loads the optimizers of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,9 +86,7 @@ ASKED = [(run, BUCKETS if "shared" in run else None) for run in RUNS]
 
 
 @pytest.mark.parametrize(("run", "sharding"), [*ASKED, ("shared out", None)])
-def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(
-    run: str, sharding: str | None, tmp_path: Path
-) -> None:
+def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(run, sharding, tmp_path):
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
     optimizer.param_groups[0]["lr"] = 0.5e-2
@@ -109,9 +105,7 @@ def test_sharded_checkpoint_resumes_to_the_bit_with_each_setting(
 
 
 @pytest.mark.parametrize("run", ["bf16", "offloaded", "shared out", "shared out, fp32"])
-def test_sharded_background_save_writes_old_values_when_training_continues(
-    run: str, tmp_path: Path
-) -> None:
+def test_sharded_background_save_writes_old_values_when_training_continues(run, tmp_path):
     """Megatron's writer reads host tensors after the call, so the call has to copy state."""
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
@@ -138,9 +132,7 @@ OF_THEIRS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("run", OF_THEIRS)
-def test_sharded_checkpoint_of_megatron_resumes_with_our_optimizer(
-    run: str, tmp_path: Path
-) -> None:
+def test_sharded_checkpoint_of_megatron_resumes_with_our_optimizer(run, tmp_path):
     settings, sharding = OF_THEIRS[run]
     metadata = {} if sharding is None else {TYPE: sharding}
     with gpt.CudaIsCpu():
@@ -187,9 +179,7 @@ def with_experts_apart() -> nn.Module:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sharded_muon_checkpoint_loads_into_megatron_chain_and_back(
-    prefix: bool, tmp_path: Path
-) -> None:
+def test_sharded_muon_checkpoint_loads_into_megatron_chain_and_back(prefix, tmp_path):
     metadata = {"chained_optim_avoid_prefix": not prefix}
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
@@ -219,7 +209,7 @@ def test_sharded_muon_checkpoint_loads_into_megatron_chain_and_back(
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
-def test_sharded_state_dict_refuses_dp_reshardable_with_muon() -> None:
+def test_sharded_state_dict_refuses_dp_reshardable_with_muon():
     model, optimizer = built(**RUNS["muon"], **SHARED)
     with pytest.raises(ValueError, match="optimizer='muon'; save the checkpoint again"):
         optimizer.sharded_state_dict(
@@ -228,7 +218,7 @@ def test_sharded_state_dict_refuses_dp_reshardable_with_muon() -> None:
 
 
 @pytest.mark.parametrize("run", ["experts", "fp16"])
-def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path: Path) -> None:
+def test_legacy_state_of_megatron_resumes_with_our_optimizer(run, tmp_path):
     settings, _ = OF_THEIRS[run]
     path = tmp_path / "legacy.pt"
     with gpt.CudaIsCpu():
@@ -247,7 +237,7 @@ def test_legacy_state_of_megatron_resumes_with_our_optimizer(run: str, tmp_path:
     assert gpt.train(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_load_refuses_legacy_megatron_state_with_other_groups_and_changes_nothing() -> None:
+def test_load_refuses_legacy_megatron_state_with_other_groups_and_changes_nothing():
     with gpt.CudaIsCpu():
         model, optimizer = built(THEIRS)
         gpt.train(model, optimizer, range(2))
@@ -267,9 +257,7 @@ OURS_TO_THEM = ("experts", "fp16", "shared out, in buckets")
 
 
 @pytest.mark.parametrize("run", OURS_TO_THEM)
-def test_sharded_checkpoint_of_ours_resumes_with_megatron_optimizer(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharded_checkpoint_of_ours_resumes_with_megatron_optimizer(run, tmp_path, monkeypatch):
     settings, sharding = OF_THEIRS[run]
     model, optimizer = built(**settings)
     gpt.train(model, optimizer, range(3))
@@ -285,9 +273,7 @@ def test_sharded_checkpoint_of_ours_resumes_with_megatron_optimizer(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_sharded_checkpoint_loads_when_distributed_optimizer_is_switched_off(
-    tmp_path: Path,
-) -> None:
+def test_sharded_checkpoint_loads_when_distributed_optimizer_is_switched_off(tmp_path):
     model, optimizer = built(**SHARED)
     gpt.train(model, optimizer, range(3))
     gpt.save(tmp_path, model, optimizer, {TYPE: BUCKETS})
@@ -297,7 +283,7 @@ def test_sharded_checkpoint_loads_when_distributed_optimizer_is_switched_off(
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
-def test_sharded_checkpoint_keeps_group_settings_when_experts_are_split_off(tmp_path: Path) -> None:
+def test_sharded_checkpoint_keeps_group_settings_when_experts_are_split_off(tmp_path):
     """Megatron with one expert-parallel rank saves experts among dense parameters."""
     model, optimizer = built(experts=2)
     gpt.train(model, optimizer, range(3))
@@ -337,9 +323,7 @@ def joined(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["shared", "split"])
-def test_sharded_checkpoint_of_two_processes_loads_in_one_process(
-    name: str, of_two_ranks: Path
-) -> None:
+def test_sharded_checkpoint_of_two_processes_loads_in_one_process(name, of_two_ranks):
     expected = joined(of_two_ranks, name)
     model, optimizer = built()
     gpt.load(of_two_ranks / name, model, optimizer)
@@ -355,9 +339,7 @@ def test_sharded_checkpoint_of_two_processes_loads_in_one_process(
         assert torch.equal(flat, expected[key]), key
 
 
-def test_load_of_a_sharded_state_dict_changes_nothing_when_a_moment_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_load_of_a_sharded_state_dict_changes_nothing_when_a_moment_is_missing(tmp_path):
     model, optimizer = built()
     gpt.train(model, optimizer, range(2))
     gpt.save(tmp_path, model, optimizer, {})
@@ -375,7 +357,7 @@ def test_load_of_a_sharded_state_dict_changes_nothing_when_a_moment_is_missing(
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_sharded_state_dict_names_a_parameter_the_model_does_not_save() -> None:
+def test_sharded_state_dict_names_a_parameter_the_model_does_not_save():
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     del state["output_layer.weight"]
@@ -383,13 +365,13 @@ def test_sharded_state_dict_names_a_parameter_the_model_does_not_save() -> None:
         optimizer.sharded_state_dict(state)
 
 
-def test_sharded_state_dict_refuses_normuon_state() -> None:
+def test_sharded_state_dict_refuses_normuon_state():
     model, optimizer = built(optimizer="muon", muon_moment2_method="normuon")
     with pytest.raises(ValueError, match=r"moment2_buffer does not have.*--ckpt-format"):
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
-def test_sharded_state_dict_refuses_parameters_with_different_step_counts() -> None:
+def test_sharded_state_dict_refuses_parameters_with_different_step_counts():
     model, optimizer = built()
     gpt.train(model, optimizer, range(1))
     slot = optimizer.slots()[-1]
@@ -398,7 +380,7 @@ def test_sharded_state_dict_refuses_parameters_with_different_step_counts() -> N
         optimizer.sharded_state_dict(model.module.sharded_state_dict())
 
 
-def test_sharded_state_dict_names_a_sharding_type_that_is_not_supported() -> None:
+def test_sharded_state_dict_names_a_sharding_type_that_is_not_supported():
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     with pytest.raises(ValueError, match=r"'fsdp_dtensor': .*fully-reshardable"):

@@ -1,8 +1,6 @@
 """Megatron programs may replace ``step`` by separate calls: ``prepare_grads``, the gradient norm,
 then ``step_with_ready_grads``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,9 +51,7 @@ def by_parts(optimizer: Any) -> tuple[bool, float | None]:
     ],
     ids=["clipped", "unclipped", "overflows", "constant_scale", "offloaded"],
 )
-def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step(
-    settings: dict[str, Any],
-) -> None:
+def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step(settings):
     (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
     for step in range(20):
         backward(whole, at_once, step)
@@ -70,9 +66,7 @@ def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step(
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
-def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step_when_sharded(
-    half: str,
-) -> None:
+def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step_when_sharded(half):
     with one_rank():
         settings = {half: True, "use_distributed_optimizer": True}
         (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
@@ -86,7 +80,7 @@ def test_prepare_grads_and_step_with_ready_grads_have_the_bits_of_step_when_shar
             assert same_bits(one, other)
 
 
-def test_get_grad_norm_and_count_zeros_equal_results_of_step() -> None:
+def test_get_grad_norm_and_count_zeros_equal_results_of_step():
     model, optimizer = build(log_num_zeros_in_grad=True)
     backward(model, optimizer, 0)
     assert not optimizer.prepare_grads()
@@ -94,7 +88,7 @@ def test_get_grad_norm_and_count_zeros_equal_results_of_step() -> None:
     assert (True, *asked) == optimizer.step()
 
 
-def test_get_grads_for_grad_norm_returns_unscaled_gradients() -> None:
+def test_get_grads_for_grad_norm_returns_unscaled_gradients():
     model = TinyMoE(torch.float16)
     model.bias.shared = True  # A shared parameter is left out of the norm.
     config = core.OptimizerConfig(lr=1e-2, fp16=True, loss_scale=128.0)
@@ -108,7 +102,7 @@ def test_get_grads_for_grad_norm_returns_unscaled_gradients() -> None:
     assert optimizer.step()[1] == pytest.approx(norm, rel=1e-12)
 
 
-def test_grad_norms_by_group_has_the_norm_of_each_named_group() -> None:
+def test_grad_norms_by_group_has_the_norm_of_each_named_group():
     model = TinyMoE(torch.bfloat16)
     model.dense.grad_norm_group = "mtp"
     config = core.OptimizerConfig(lr=1e-2, bf16=True)
@@ -127,13 +121,13 @@ def asks(name: str) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("name", ["get_grad_norm", "step_with_ready_grads"])
-def test_calls_that_use_prepared_gradients_raise_before_prepare_grads(name: str) -> None:
+def test_calls_that_use_prepared_gradients_raise_before_prepare_grads(name):
     _, optimizer = build()
     with pytest.raises(RuntimeError, match=rf"^{name}: no gradients are prepared"):
         asks(name)(optimizer)
 
 
-def test_step_with_ready_grads_refuses_gradients_that_are_not_finite() -> None:
+def test_step_with_ready_grads_refuses_gradients_that_are_not_finite():
     model, optimizer = build()
     backward(model, optimizer, 0)
     model.dense.grad.fill_(math.inf)
@@ -144,7 +138,7 @@ def test_step_with_ready_grads_refuses_gradients_that_are_not_finite() -> None:
     assert same_bits(before, model.dense)
 
 
-def test_prepare_grads_refuses_settings_that_step_refuses() -> None:
+def test_prepare_grads_refuses_settings_that_step_refuses():
     model, optimizer = build()
     backward(model, optimizer, 0)
     before = model.dense.detach().clone()
@@ -156,7 +150,7 @@ def test_prepare_grads_refuses_settings_that_step_refuses() -> None:
     assert by_parts(optimizer)[0]
 
 
-def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on() -> None:
+def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on():
     model, optimizer = build(clip_grad=1e-3)
     backward(model, optimizer, 0)
     before = model.dense.detach().clone()
@@ -169,7 +163,7 @@ def test_step_with_ready_grads_needs_clip_grad_norm_when_clipping_is_on() -> Non
     assert not same_bits(before, model.dense)
 
 
-def test_reload_model_params_copies_fp32_values_of_a_state_dict_into_main_params() -> None:
+def test_reload_model_params_copies_fp32_values_of_a_state_dict_into_main_params():
     model, optimizer = build()
     exact = {
         f"module.{name}": param.detach().float() * (1 + 2**-12)
@@ -185,7 +179,7 @@ def test_reload_model_params_copies_fp32_values_of_a_state_dict_into_main_params
     assert same_bits(mains["dense"], model.dense.detach().float())
 
 
-def test_get_canonical_lr_for_logging_returns_lr_of_the_config() -> None:
+def test_get_canonical_lr_for_logging_returns_lr_of_the_config():
     model = TinyMoE(torch.bfloat16)
     model.embed.is_embedding_or_output_parameter = True
     config = core.OptimizerConfig(lr=1e-2, decoupled_lr=5e-3, bf16=True)
@@ -195,14 +189,14 @@ def test_get_canonical_lr_for_logging_returns_lr_of_the_config() -> None:
     assert rate == optimizer.config.lr
 
 
-def test_get_megatron_optimizer_refuses_mimo_models() -> None:
+def test_get_megatron_optimizer_refuses_mimo_models():
     mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="computes their gradient norm itself"):
         megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
-def test_step_with_ready_grads_uses_gradients_written_after_prepare_grads(mode: str) -> None:
+def test_step_with_ready_grads_uses_gradients_written_after_prepare_grads(mode):
     """The caller writes after the norm was measured, when the host may already hold a copy of the
     old gradient."""
     model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
