@@ -207,7 +207,9 @@ def test_save_waits_for_the_previous_save_of_a_path(tmp_path, gate, trained):
 
 
 @pytest.mark.parametrize("waited", [False, True])
-def test_background_save_error_is_raised_once(tmp_path, monkeypatch, trained, waited):
+def test_failed_background_save_is_raised_once_by_wait_or_by_the_next_save(
+    tmp_path, monkeypatch, trained, waited
+):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -259,7 +259,7 @@ def test_checkpoint_refuses_a_parameter_resized_after_building(door, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_save_refuses_invalid_group_settings(tmp_path):
+def test_save_writes_nothing_when_the_learning_rate_is_nan(tmp_path):
     model = plain()
     optimizer = built(model)
     checkpoint.save(tmp_path, model, optimizer)

@@ -67,7 +67,7 @@ def test_memory_limits_read_cgroup_version_1_mounted_at_the_container_root(host)
     assert free(host) == {}
 
 
-def test_memory_limits_exclude_swap(host):
+def test_memory_limits_exclude_swap_when_swap_is_free(host):
     host.write("proc/meminfo", "MemTotal: 8192 kB\nMemAvailable: 4096 kB\nSwapFree: 999999 kB")
     assert free(host) == {"MemAvailable": 4096 * 1024}
 

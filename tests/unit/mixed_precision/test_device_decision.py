@@ -157,7 +157,7 @@ def test_triton_step_does_not_synchronize_when_all_observers_are_on(precision, r
     assert optimizer.metrics()["steps"] == 5 and optimizer.metrics()["skipped_steps"] == 1
 
 
-def test_chained_step_does_not_synchronize(monkeypatch):
+def test_chained_step_does_not_synchronize_when_kernels_are_triton(monkeypatch):
     model, optimizer = build("fp16", fused_backend="triton")
     train(model, optimizer, 1)
     for step in range(2):

@@ -47,7 +47,7 @@ def hold(lock, way):
 
 
 @pytest.mark.parametrize("way", ["value", "none", "loop", "through"])
-def test_signal_injection_never_leaves_a_lock_held(way):
+def test_lock_is_released_when_a_signal_interrupts_any_line_of_a_with_block(way):
     """A signal between the last operation of a block and its exit call would keep the lock."""
     module: dict[str, Any] = {}
     exec(compile(HOLD, "mp_optim/hold.py", "exec"), module)

@@ -89,7 +89,7 @@ STACKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_state_clear_resets_moments_and_keeps_main_params(name, one_rank):
+def test_clear_of_optimizer_state_resets_moments_and_keeps_main_params(name, one_rank):
     torch.manual_seed(0)
     model = nn.Linear(6, 5).bfloat16()
     optimizer = STACKS[name](model)

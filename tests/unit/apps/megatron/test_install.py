@@ -199,7 +199,7 @@ def test_installed_optimizer_uses_process_groups_of_megatron():
 
 
 @pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
-def test_get_megatron_optimizer_names_a_missing_process_group(missing):
+def test_get_megatron_optimizer_names_a_process_group_that_pg_collection_lacks(missing):
     groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
     config = core.OptimizerConfig(lr=1e-2)
     with pytest.raises(ValueError, match=rf"pg_collection\.{missing} is missing"):
