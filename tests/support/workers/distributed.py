@@ -157,7 +157,7 @@ def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool)
 def linears(
     group: dist.ProcessGroup | None, bucket_size: int = 1500
 ) -> tuple[nn.Module, MegatronOptimizer]:
-    """Build layers whose weights are split over the ranks of a group, or whole layers."""
+    """Build layers with weights split over the ranks of a group, or whole layers."""
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).bfloat16()
     shards = {"use_distributed_optimizer": True, "bucket_size": bucket_size}
     config = config_for("bf16", **(shards if group else {}))

@@ -1,4 +1,4 @@
-"""Two ranks skip steps: as pipeline stages of which one has a bad gradient, and both together."""
+"""Two ranks skip steps: together, and as pipeline stages when one has a bad gradient."""
 
 import logging
 import warnings

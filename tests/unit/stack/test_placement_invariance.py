@@ -1,4 +1,4 @@
-"""What offload transfers and allocates, and what a checkpoint may contain."""
+"""Offload transfers 16-bit values, and checkpoints take only plain data besides tensors."""
 
 import itertools
 
