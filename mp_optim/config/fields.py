@@ -65,8 +65,7 @@ class ConfigFields:
     """True to store optimizer state in ``exp_avg_dtype``, ``exp_avg_sq_dtype`` and remainders,
     also in host memory."""
     main_grads_dtype: torch.dtype | str = torch.float32
-    """Dtype that a step converts gradients of any dtype to, in registers. Only float32 is
-    supported."""
+    """Dtype to which a step converts gradients, in registers. Only float32 is supported."""
     main_params_dtype: torch.dtype | str = torch.float32
     """Dtype of the main params. Only float32 is supported."""
     exp_avg_dtype: torch.dtype | str = torch.float32
@@ -187,7 +186,7 @@ class ConfigFields:
     gpu_memory: int | None = None
     """Bytes on the accelerator for model parameters, gradients and optimizer, with
     ``optimizer_offload_fraction="auto"``. The default is three quarters of the accelerator's
-    memory; activations need the last quarter."""
+    memory; activations need the rest."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """True to overlap transfers in both directions with the host's arithmetic."""
     offload_mode: str = "sync"
@@ -238,7 +237,7 @@ class ConfigFields:
     """True to reduce gradients over the data-parallel ranks, and to keep main params and state
     only for this rank's shard (ZeRO)."""
     data_parallel_sharding_strategy: str = "optim"
-    """Data that is sharded over data-parallel ranks: optim (main params and state: ZeRO-1),
+    """Data sharded over data-parallel ranks: optim (main params and state: ZeRO-1),
     optim_grads (also gradients: ZeRO-2), or no_shard (nothing: each rank steps all parameters,
     with the same bits)."""
     use_layer_wise_distributed_optimizer: bool = False
@@ -274,7 +273,7 @@ class ConfigFields:
     """Number of threads of the native host kernels in the whole process, regardless of
     ``OMP_NUM_THREADS``. The default is one thread per core of this rank's share of the host
     (``describe()`` shows the number). With the default, steps during backward (``offload_mode``)
-    use two threads fewer, or three quarters of the threads if that is less."""
+    use two threads fewer, or three quarters if that is less."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers. ``timers(name, log_level=1)`` returns an object with
     ``start(barrier=)`` and ``stop()``. The name ``optimizer-clip-main-grad`` covers norm and

@@ -63,7 +63,7 @@ def get_megatron_optimizer(
             experts from 0. By default expert numbers are offset by the rank in
             ``process_groups.ep``, and layer numbers of pipeline stages (``pp``) are read from
             ``layer_number``; see :meth:`mp_optim.ModelParallel.of`.
-        settings: not supported: set fields of the config instead. Any name here raises TypeError.
+        settings: not supported: set fields of the config instead.
 
     Returns:
         One optimizer; for a mixture of experts, a :class:`ChainedOptimizer` of a dense and an
