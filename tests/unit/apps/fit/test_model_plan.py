@@ -153,9 +153,10 @@ def test_plan_error_omits_release_gradients_when_the_config_refuses_that_setting
 
 
 def test_plan_error_omits_release_gradients_when_it_would_save_nothing():
+    model = nn.Embedding(1 << 20, 512, device="meta", dtype=torch.bfloat16)
     config = OptimizerConfig(lr=1e-5, bf16=True)
     with pytest.raises(ValueError, match="still needs") as caught:
-        smallest_fraction(nn.Embedding(1 << 20, 512).bfloat16(), config, gpu_memory=GIB)
+        smallest_fraction(model, config, gpu_memory=GIB)
     assert "release_gradients" not in str(caught.value) and "LoRA" in str(caught.value)
 
 
