@@ -205,7 +205,7 @@ def test_contributing_lists_every_file_that_a_new_rule_touches():
     named = set(re.findall(r"`(mp_optim/[\w/]+\.\w+)`", recipe))
     files = named - {"mp_optim/config/setting_checks.py"}
     assert [name for name in files if "lion" not in (ROOT / name).read_text().lower()] == []
-    assert len(files) == 9 and "touches nine files; Lion shows all" in recipe
+    assert len(files) == 9 and "touches nine files; Lion shows them" in recipe
 
 
 @pytest.mark.parametrize(("document", "count"), [("troubleshooting.md", 20), ("llms.txt", 9)])
