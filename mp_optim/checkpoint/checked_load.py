@@ -34,8 +34,8 @@ from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
-"""State key under which a checkpoint may store a main param in place of a remainder, and the
-reverse."""
+"""A checkpoint may store a main param whole, or only its remainder. For the state key of each form,
+this dict has the key of the other form."""
 _EXTRA_STATE = "_extra_state"
 """torch's key, in a module's state dict, for the value of the module's ``get_extra_state``."""
 

@@ -276,7 +276,7 @@ class Lines(NamedTuple):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return the factors of the lines, shape (lines,), and of the columns, shape (columns,).
-        No multiple of 65,536 may lie between the lines' numbers."""
+        All lines must be in one group of 65,536 (:func:`factor_of`), as after :meth:`split`."""
         of_lines, of_columns = weights_of(self.values.device)
         count, width = self.values.shape
         return of_lines[self.line % LINE :][:count], of_columns[self.column :][:width]

@@ -75,7 +75,7 @@ def export_safetensors(
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "export_safetensors needs safetensors: pip install mp_optim[hf]"
+            "export_safetensors: safetensors is not installed; run pip install mp_optim[hf]"
         ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
     stack: Any = optimizer.stack

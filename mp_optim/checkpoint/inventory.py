@@ -259,8 +259,8 @@ class Inventory:
         return new
 
     def refused(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return the saved tensors that the optimizer cannot load in any dtype or layout, as the
-        reason by name."""
+        """Return a reason, by name, for each saved tensor that the optimizer cannot load in any
+        dtype or layout."""
         why_of = {
             name: why
             for name, slot in self.slots.items()

@@ -104,7 +104,8 @@ class Reading:
                             number, block = wanted, self._checked_block(file, name, wanted)
                         if check is None:
                             continue
-                        # The first bytes of an element may be at the end of the block before.
+                        # An element may begin in one block and end in the next, so keep the bytes
+                        # of an incomplete element for the next block.
                         start, dtype = number * BLOCK_BYTES, copy.target.dtype
                         rest += block[max(0, begin - start) : end - start]
                         if count := len(rest) // dtype.itemsize:

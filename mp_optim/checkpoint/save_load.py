@@ -117,7 +117,7 @@ def save(
         The directory of the version written; with ``asynchronous`` a handle to wait for it.
 
     Raises:
-        TypeError: an argument has another argument's type, such as a state dict for a model.
+        TypeError: an argument has the wrong type, such as a state dict for a model.
         ValueError: the version could not be loaded again: two of the optimizer's parameters have
             one name, a parameter of the model has another shape than the optimizer's, or a setting
             is out of range. Or ``extra`` or the scheduler's state holds data that a safe load
@@ -206,7 +206,7 @@ def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeye
         return stack
     why = ", not its state dict" if isinstance(stack, Mapping) else ""
     if isinstance(stack, torch.optim.Optimizer):
-        call = "; save another library's by torch.save(optimizer.state_dict(), path)"
+        call = "; save its state with torch.save(optimizer.state_dict(), path)"
     raise TypeError(
         f"optimizer={type(stack).__name__}: must be an optimizer of mp_optim, or None{why}{call}"
     )
@@ -297,11 +297,11 @@ def load(
         The ``extra`` of :func:`save`.
 
     Raises:
-        TypeError: an argument has another argument's type, such as a state dict for a model.
+        TypeError: an argument has the wrong type, such as a state dict for a model.
         FileNotFoundError: ``path`` has no complete checkpoint.
         ValueError: entries are missing, unexpected or have another shape (the message lists them);
             bits would be lost; files are damaged or hold other objects than data; or ranks pass
-            other arguments. Nothing was replaced.
+            different arguments. Nothing was replaced.
         Exception: the error of a foreign scheduler, a module's ``set_extra_state`` or a load hook.
             Model and optimizer are partly loaded then, and the optimizer raises BrokenOffError
             until a load succeeds.

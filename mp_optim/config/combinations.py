@@ -120,7 +120,10 @@ _FORMS = {FIRST_DTYPE: FIRST_FORMS, SECOND_DTYPE: SECOND_FORMS, "ema_dtype": AVE
 
 def _check_precision(config: ConfigFields) -> None:
     if config.fp16 and config.bf16:
-        raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
+        raise ValueError(
+            "fp16=True and bf16=True: only one of them may be True; set the one that matches the "
+            "model's dtype"
+        )
     half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     if config.params_dtype not in (half, torch.float32):
         _fail(

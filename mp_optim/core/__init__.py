@@ -1,4 +1,4 @@
-"""Slots identify parameters. This package has the update that a step applies to a slot, and the
+"""Slots, which identify an optimizer's parameters; the updates that a step applies to slots; and
 export, save and load of a slot's state."""
 
 from mp_optim.core.identity import ParamGroups as ParamGroups

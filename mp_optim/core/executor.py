@@ -27,9 +27,9 @@ from mp_optim.core.slot_state import SlotState
 from mp_optim.host.host_memory import allocate_contiguous, zeros
 
 Place = Literal["device", "host", "streamed"]
-"""The place where a slot is stepped, with its main param and state: ``device`` (the parameter's
-device), ``host`` (host memory), or ``streamed`` (stored in host memory, copied to the device for
-each step)."""
+"""Where a slot is stepped and where its main param and state are stored: ``device`` (both on the
+parameter's device), ``host`` (both on the host), or ``streamed`` (stored in host memory, copied to
+the device for each step)."""
 
 
 class Executor:
@@ -145,7 +145,7 @@ class Executor:
         return updates
 
     def run_step(self, planned: Any, queue: list[Callable[[], None]] | None = None) -> None:
-        """Do :meth:`step_slots` with a result of :meth:`plan_step`.
+        """Step the slots that :meth:`plan_step` prepared, and write their outputs.
 
         Args:
             planned: result of :meth:`plan_step`.
@@ -158,7 +158,8 @@ class Executor:
         """Check a step after all of its kernels are queued.
 
         Raises:
-            AuditError: a repetition of the step gave other bits, and ``audit_action`` is "raise".
+            AuditError: an audit repeated the step and got other bits, and ``audit_action`` is
+                "raise".
         """
 
     def verdict_device(self) -> torch.device | None:

@@ -62,7 +62,8 @@ class StepMark:
         """Mark the stack as inconsistent until the step or load is complete.
 
         Waits until background saves have copied the accelerator memory that the saves still read.
-        Kernel launches announce writes to host memory, so this method does not.
+        This method does not wait for saves of host memory, because kernel launches do so
+        themselves.
         """
         self.is_set = True
         if borrows:

@@ -462,8 +462,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         """Prepare the state of a slot for a caller who may write to it.
 
-        1. Announce the write to background saves, and refresh main params from a model that other
-           code wrote.
+        1. Announce the write to background saves, and refresh main params whose model parameters
+           other code has modified.
         2. Create main params of newly trained parameters, and check loaded remainders.
 
         Args:
@@ -477,13 +477,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.step_mark.open_state()
 
     def drops_all_state(self, state_dict: Mapping[str, Any]) -> bool:
-        """Drop all state if the state dict has no state. Return True if the state was dropped.
+        """Drop all state if the state dict has no state.
 
         Args:
             state_dict: the state dict to load.
 
         Returns:
-            False in this class, which has state from the start.
+            True if the state was dropped. In this class always False, because an optimizer without
+            deferred construction has state from the start.
         """
         return False
 

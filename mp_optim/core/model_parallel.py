@@ -126,7 +126,7 @@ class GlobalNames:
 def renamed_groups(
     groups: Sequence[dict[str, Any]], names: Mapping[str, str] | GlobalNames
 ) -> list[dict[str, Any]]:
-    """Return copies of param groups in which ``names`` gives each new parameter name."""
+    """Return copies of param groups in which each parameter name is replaced by ``names[name]``."""
     return [
         {**group, "param_names": [names[name] for name in group["param_names"]]}
         if "param_names" in group

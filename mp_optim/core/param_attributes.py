@@ -130,11 +130,11 @@ def is_expert_param(param: Tensor, name: str) -> bool:
 
 REFUSED = {
     "is_gtp_weight_remat": (
-        "generalised tensor parallelism is not in this version, and norms and matrices would be "
-        "wrong; leave out --tensor-parallel-num-weight-shards and its expert counterpart"
+        "generalised tensor parallelism is not supported, and norms and matrices would be wrong; "
+        "leave out --tensor-parallel-num-weight-shards and its expert counterpart"
     ),
     "__fsdp_param__": (
-        "Megatron-FSDP is not in this version; use torch's FSDP2 (--use-torch-fsdp2), whose "
+        "Megatron-FSDP is not supported; use torch's FSDP2 (--use-torch-fsdp2), whose "
         "DTensors are stepped shard by shard"
     ),
 }

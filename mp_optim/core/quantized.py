@@ -41,7 +41,7 @@ def check_quantized(name: str, param: Tensor) -> None:
         param: the parameter; a parameter that is not quantized passes.
 
     Raises:
-        TypeError: the parameter is a DTensor.
+        TypeError: the parameter is quantized and a DTensor.
         ValueError: ``fp8_scale`` is missing or does not fit the parameter.
     """
     if is_dtensor(param):

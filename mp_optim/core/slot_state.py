@@ -251,7 +251,8 @@ class SlotState:
     def is_unallocated(self) -> bool:
         """True if no state is allocated yet, so that a saved state of any form can be loaded.
 
-        False for a DTensor, because the split of a tensor of another shape is not known.
+        Always False if :attr:`StateLayout.is_as_stored` is False, as for a DTensor: the split of a
+        saved tensor of another shape than the parameter is not known.
         """
         return self.layout.is_as_stored and not self.store.live_state(self.slot)
 

@@ -34,7 +34,8 @@ Boxes = tuple[Box, ...]
 """A rank's part of a matrix: rectangles, stored one after another in the rank's memory."""
 
 _mesh = cache(DeviceMesh.from_group)
-"""Function that returns one mesh for each process group and device type."""
+"""Function that returns the device mesh of a process group and a device type. Equal arguments give
+one mesh object."""
 
 
 def numel_of(part: Boxes) -> int:
@@ -43,12 +44,11 @@ def numel_of(part: Boxes) -> int:
 
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
-    """Return the boxes of each matrix that elements [first, stop) of a flattened stack contain.
-    Each entry of the stack has the same boxes of another matrix.
+    """Return, for each matrix of a flattened stack, the boxes that elements [first, stop) contain.
 
     Args:
-        part: the boxes of a matrix that each entry of the stack has.
-        first: first element of the range.
+        part: the boxes of one matrix that the stack has; equal for all matrices.
+        first: first element of the range, counted over the whole stack.
         stop: end of the range.
         matrices: number of matrices in the stack.
     """
@@ -164,7 +164,8 @@ def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ..
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
     whole = [Box((0, 0), (rows, columns))]
-    # Memory has a row's elements of all blocks before the next row, so cut row by row.
+    # A rank's memory is row-major: a row's elements of all blocks come before the next row. So cut
+    # row by row, or the boxes would be in another order than the memory.
     if dim == 1 and len(blocks) > 1:
         whole = [Box((row, 0), (1, columns)) for row in range(rows)]
     return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
@@ -417,12 +418,13 @@ class ParamLayout:
         return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
 
     def redistribute(self, tensor: Tensor, *, is_whole: bool) -> Tensor:
-        """Return this rank's matrices as whole matrices, or this rank's part of whole matrices, on
-        the mesh's device. Gathering is a collective over the mesh; taking a part is not.
+        """Gather the ranks' parts into whole matrices, or cut whole matrices to this rank's part.
+
+        The result is on the mesh's device. Gathering is a collective over the mesh; cutting is not.
 
         Args:
             tensor: this rank's part of the parameter, or whole matrices.
-            is_whole: True if ``tensor`` has whole matrices.
+            is_whole: True if ``tensor`` has whole matrices, which are to be cut.
         """
         from torch.distributed.tensor import DTensor
 

@@ -35,7 +35,7 @@ average 4, staging 8, back buffers 20, and about a quarter more for rounding."""
 _MOST_PER_TENSOR = 64 << 10
 """Upper bound of additional bytes per tensor: alignment, file blocks and pages of small pieces."""
 _MOST_WINDOWS = 11
-"""Upper bound of windows, and of staging buckets, in host memory at the same time."""
+"""Most windows, and most staging buckets, that are in host memory at one time."""
 BESIDE = 1 / 32
 """Fraction of the planned bytes that the check adds to the plan, for temporary tensors and for the
 overhead of allocators."""
@@ -110,7 +110,8 @@ def _host_plan(request: StackRequest) -> MemoryPlan:
     device, pinned, pageable = plan.accelerator, plan.pinned_host, plan.pageable_host
     is_sync = config.offload_mode == "sync" and config.offload_place == "host"
     if is_sync and config.optimizer_state_path is None:
-        # These steps update the model's own memory on the host, so no staging memory is allocated.
+        # A sync step updates the memory of a model on the CPU in place, so the stack allocates no
+        # staging memory.
         pinned, pageable = replace(pinned, staging=0), replace(pageable, staging=0)
     missing = max(device.grads - sum(grad.nbytes for grad in grads), 0)
     moved = replace(device, model_params=0, grads=missing)

@@ -51,7 +51,7 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
 
 
 _STEPS = 64
-"""Number of equal intervals between the fractions 0 and 1 that are tried."""
+"""The tried fractions are the multiples of 1 / 64 from 0 to 1."""
 
 
 def least(

@@ -87,8 +87,9 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        # Any other parameter has a checksum only because a caller got its state, and may write to
-        # it. Compare that checksum once, then drop it. Parameters in _alone() keep their checksums.
+        # Any other parameter has a checksum only because a caller got its state tensors, and may
+        # write to these tensors. Compare the checksum once, and then drop the checksum. Parameters
+        # in _alone() keep their checksums.
         once.difference_update(self._alone(frozen=True))
         for index in once:
             if self._sums.changed([index], [self._table.weight_at(index)]):

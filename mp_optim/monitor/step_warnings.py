@@ -124,7 +124,7 @@ class StepWarnings(Observer):
 
 
 _LOGGED_FIRST = 3
-"""Number of skipped steps of one cause that are all logged. After these steps only the 4th, 8th,
-16th and so on are logged."""
+"""The first 3 skipped steps of one cause are all logged. After these steps, only the 4th, 8th, 16th
+and so on are logged."""
 _LARGEST = 3
 """Number of gradient norms in the log line of a skipped step, if norms are kept."""

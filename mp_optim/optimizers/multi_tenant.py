@@ -46,8 +46,8 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
     """One optimizer for many tenants, such as the LoRA adapters of a training server.
 
     A tenant has its own hyperparameters, gradient norm, clipping limit, skipped steps, step count,
-    loss scale and lifetime. A tenant's bits are those of a run of ``kind`` with the same parameters
-    alone, for any order of calls for other tenants.
+    loss scale and lifetime. A tenant gets the bits of a separate optimizer of its parameters, for
+    any order of calls for other tenants.
 
     ``optimizer[name]`` is the torch optimizer of a tenant, for learning-rate schedulers,
     ``param_groups``, ``last_step`` and ``metrics()``.
@@ -338,7 +338,7 @@ def _has_hooks(tenant: StackOptimizer) -> bool:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Add a tenant's name to the message of an error."""
+    """Return a context that adds a tenant's name to the message of an error in the block."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:

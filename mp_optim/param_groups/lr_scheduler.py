@@ -297,8 +297,8 @@ class OptimizerParamScheduler:
             group.update(limits)
 
     def _after_load(self, _: Any) -> None:
-        """Restore this object's limits, or warn about loaded limits that differ from this
-        object's."""
+        """Restore the groups' limits after a load of the optimizer, if
+        ``override_opt_param_scheduler`` is True. Otherwise warn about loaded limits that differ."""
         if self.override_opt_param_scheduler:
             self._restore_limits()
             self.step(0)

@@ -1,1 +1,1 @@
-"""Process groups: collectives that all ranks call alike, and errors that name missing ranks."""
+"""Process groups by purpose, their collectives, and errors that name missing ranks."""

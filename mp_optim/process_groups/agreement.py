@@ -34,7 +34,7 @@ _PATIENCE = 5.0
 """Seconds to wait for the description of another rank: enough time for every rank that still runs
 to find the disagreement."""
 _GRACE = 2.0
-"""Most seconds that the rank with the answer waits for the other ranks to read the answer."""
+"""Most seconds that the rank that compares waits until the other ranks have read its answer."""
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo group that :meth:`Ranks.of` created, by the group of all processes of the job."""

@@ -260,7 +260,10 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
         except (_CollectiveError, dist.DistError) as error:
             missing = _missing(group, doing)
             first_line = (str(error).splitlines() or [""])[0][:200]
-            raise MissingRanksError(f"{doing} failed: {missing} ({first_line})") from error
+            raise MissingRanksError(
+                f"{doing} failed: {missing} ({first_line}); start all ranks again from the last "
+                "checkpoint"
+            ) from error
 
     return guard
 
@@ -310,14 +313,14 @@ def _all_noticed(notes: PrefixStore, ranks: Sequence[int]) -> str:
     for rank in ranks:
         ranks_doing.setdefault(notes.get(str(rank)).decode(), []).append(rank)
     if len(ranks_doing) == 1:
-        return f"all of ranks {list(ranks)} noticed"
+        return f"all of ranks {list(ranks)} reported the failure"
     where = "; ".join(
         f"{_counted('rank', 'each of ranks', some)} was {doing}"
         for doing, some in ranks_doing.items()
     )
     return (
-        f"all of ranks {list(ranks)} noticed, at different places: {where}; call step(), "
-        "backward() and zero_grad() equally often on all ranks"
+        f"all of ranks {list(ranks)} reported the failure, at different places: {where}; call "
+        "step(), backward() and zero_grad() equally often on all ranks"
     )
 
 

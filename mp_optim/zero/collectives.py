@@ -97,7 +97,8 @@ def _are_even(bounds: Sequence[int]) -> bool:
 
 
 _PADDING = 1.25
-"""Largest ratio of the fullest shard to the mean at which an exchange is done in one round."""
+"""An exchange is done in one round if the largest shard has at most this multiple of the mean
+number of elements of a shard."""
 
 
 @dataclass

@@ -390,8 +390,15 @@ class ShardedParams:
 
 
 def _shaped(flat: Tensor, param: Tensor) -> Tensor:
-    """Return a 1-D tensor in the parameter's shape if the tensor has all elements. Return an empty
-    tensor with the parameter's dimensions but no rows, so that rules for matrices get a matrix."""
+    """Return a 1-D shard of a parameter in the shape that rules step.
+
+    A shard with all elements gets the parameter's shape. An empty shard gets no rows and the other
+    dimensions of the parameter, so that rules for matrices get a matrix. Any other shard stays 1-D.
+
+    Args:
+        flat: the shard's elements, 1-D.
+        param: the whole parameter.
+    """
     if flat.numel() == param.numel():
         return flat.view(param.shape)
     return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])

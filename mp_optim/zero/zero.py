@@ -1,9 +1,9 @@
 """DistributedOptimizer: data-parallel ranks shard main params, state and (ZeRO-2) gradients.
 
 The model's parameters are views of flat buckets. This rank's part of each parameter is a plain
-tensor. A precision wrapper over these tensors, with the same groups and positions, measures,
-decides and steps. This module reduces gradients for the wrapper and gathers the parameters
-afterwards.
+tensor. A precision wrapper has these tensors in the same groups and positions. The wrapper measures
+gradient norms, decides about clipping and skips, and steps. This module reduces gradients before
+the wrapper's step, and gathers the parameters after it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class DistributedOptimizer(CompositeOptimizer):
         """Add a param group. This works only inside the constructor, before the buckets are made.
 
         Raises:
-            ValueError: the buckets are made.
+            ValueError: the buckets exist already.
         """
         if self.members:
             raise ValueError(
