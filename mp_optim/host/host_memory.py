@@ -144,8 +144,8 @@ class Block:
 
     Args:
         num_bytes: size in bytes.
-        allocate: returns a 1-D uint8 tensor of a given number of bytes. The first :meth:`take`
-            calls this function.
+        allocate: function that returns a 1-D uint8 tensor of a given number of bytes. The first
+            :meth:`take` calls this function.
     """
 
     def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
@@ -199,7 +199,7 @@ def allocate_contiguous(
 
     Args:
         specs: shape and dtype of each tensor.
-        allocate: returns a 1-D uint8 tensor of zeros of a given number of bytes.
+        allocate: function that returns a 1-D uint8 tensor of zeros of a given number of bytes.
     """
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
     block = Block(size, allocate)

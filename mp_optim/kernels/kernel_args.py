@@ -315,10 +315,10 @@ class MuonScalars:
         average: factor of (gradient - momentum) in the new momentum.
         ahead: factor of (momentum - gradient) in Nesterov's direction.
         decay: learning rate times weight decay.
-        average_from_end: True if the product is added to the gradient, as ``torch.lerp`` does for
-            weights from 0.5 on; False if it is added to the momentum.
-        ahead_from_end: True if the product is added to the momentum; False if it is added to the
-            gradient.
+        average_from_end: True if the product with ``average`` is added to the gradient, as
+            ``torch.lerp`` does for weights from 0.5 on; False if it is added to the momentum.
+        ahead_from_end: True if the product with ``ahead`` is added to the momentum; False if it is
+            added to the gradient.
         nesterov: True for Nesterov's momentum.
         cautious_wd: True for cautious weight decay.
     """

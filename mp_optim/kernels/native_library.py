@@ -212,8 +212,8 @@ def set_host_threads(threads: int | None) -> None:
             of threads is ignored, because ``torchrun`` sets it to 1.
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`. The number of threads
-            stays unchanged.
+        ValueError: ``threads`` is not a whole number from 1 to :data:`MOST_HOST_THREADS`. The
+            number of threads stays unchanged.
     """
     global _host_threads
     _host_threads = None if threads is None else _checked(threads)
@@ -226,7 +226,7 @@ def set_thread_share(threads: int | None) -> None:
         threads: number of threads; None for the process's number.
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`.
+        ValueError: ``threads`` is not a whole number from 1 to :data:`MOST_HOST_THREADS`.
     """
     _here.threads = None if threads is None else _checked(threads)
 

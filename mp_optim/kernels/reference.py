@@ -66,9 +66,8 @@ class ReferenceBackend:
 
     :mod:`mp_optim.config.rules` lists the rules and storage formats of backends; a backend that is
     not listed supports all. :mod:`mp_optim.kernels.selection` lists the loaders and devices of
-    backends, and the backends that ``auto`` tries. ``auto`` uses a
-    backend only if its self-test had the bits of ``reference``. CONTRIBUTING.md lists the tests of
-    a backend.
+    backends, and the backends that ``auto`` tries. ``auto`` uses a backend only if its self-test
+    had the bits of ``reference``. CONTRIBUTING.md lists the tests of a backend.
     """
 
     name = "reference"

@@ -35,9 +35,10 @@ class _Source:
     """Loader and devices of a backend.
 
     Attributes:
-        load: returns the backend, or the reason why it is not available. A raised error counts as a
-            reason.
-        devices: returns the device types on which the kernels run; None for all types.
+        load: function that returns the backend, or the reason why it is not available. A raised
+            error counts as a reason.
+        devices: function that returns the device types on which the kernels run; None for all
+            types.
         missing: reason to report if a Python module is not installed, by the module's name.
         by_form: True if the backend compares each form of its kernels with ``reference`` at the
             form's first use, and uses ``reference`` for a form with other bits. A form is a kernel
@@ -180,7 +181,8 @@ def choose_backend(name: str, device: torch.device, rule: str = "") -> tuple[Bac
         raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
     where, devices = device, _SOURCES[name].devices
     if devices is not None and device.type not in devices():
-        # Without a GPU, test a backend that needs a GPU on the given device, for the reason.
+        # Test the backend where it runs: on the host or the current GPU. Without a GPU, the test on
+        # the given device fails, and its result has the reason for the error below.
         host = torch.device("cpu")
         where = host if devices() == ("cpu",) else CUDA.current() if CUDA.is_available() else device
     backend, proof = _proven(name, where, True)

@@ -91,8 +91,9 @@ def differences(
 
     Args:
         backend: the backend to test.
-        make_lists: returns tensor lists with equal values at every call.
-        trial: writes to the lists, or returns a tensor.
+        make_lists: function that returns tensor lists with equal values at every call.
+        trial: function that calls the backend on the lists. It writes to the lists, or returns a
+            tensor.
     """
     results: list[list[Tensor | None]] = []
     for each in (backend, ReferenceBackend()):

@@ -87,8 +87,8 @@ class StatePrecision:
             raise ValueError(f"seed={self.seed!r}: is not in [0, 2**32); set a 32-bit number")
 
     def is_small(self, elements: int) -> bool:
-        """True if a whole parameter of ``elements`` elements has FP32 moments because it is
-        small."""
+        """True if a whole parameter of this number of elements has FP32 moments, because the
+        number is below ``fp32_state_below``."""
         return elements < self.fp32_state_below
 
     def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:

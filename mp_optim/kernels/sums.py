@@ -128,7 +128,7 @@ def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], 
 
     Args:
         tensors: tensors on one device.
-        sum_alike: computes the sums of k tensors of one dtype: FP64, shape (k,).
+        sum_alike: function that returns the sums of k tensors of one dtype: FP64, shape (k,).
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)

@@ -64,7 +64,7 @@ class StepResult(Sequence[Any]):
         values.
 
         Args:
-            read: returns success, norm, number of zeros and reason; called once.
+            read: function that returns success, norm, number of zeros and reason; called once.
         """
         result = cls.__new__(cls)
         result._values, result._read = None, read

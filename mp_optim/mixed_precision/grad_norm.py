@@ -30,7 +30,7 @@ _AGREEING = "agreeing on the gradient norm"
 
 @dataclass(frozen=True)
 class NormKey:
-    """The name of the norm in which a gradient counts, and the process groups over which the
+    """The norm group in which a gradient counts, by name, and the process groups over which the
     gradient's parameter is split."""
 
     group: str = MAIN_NORM
@@ -255,9 +255,8 @@ def _over_shards(
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms: tuple[int, ...] = ()
     if number is not None:
-        # The sums of this many low bits of the number, and of their squares, are exact in FP64 over
-        # these ranks. If both sums are those of equal numbers, all numbers are equal (Cauchy and
-        # Schwarz).
+        # Compare only as many low bits as FP64 can sum exactly over these ranks, also squared. If
+        # both sums equal the sums of equal numbers, all numbers are equal (Cauchy and Schwarz).
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])

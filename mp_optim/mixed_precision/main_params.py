@@ -73,12 +73,12 @@ class MainParams:
 
     Args:
         param_groups: the wrapper's live groups of the model's parameters.
-        executor: steps the main params. After this constructor the executor's groups contain the
-            main params.
+        executor: executor that steps the main params. After this constructor the executor's groups
+            contain the main params.
         process_groups: the ranks that share the model. They determine which parameters are
             duplicates.
-        check_param: takes a name and a trainable parameter; raises if the dtype does not fit the
-            wrapper. It must not keep the wrapper alive.
+        check_param: function of a name and a trainable parameter that raises if the dtype does not
+            fit the wrapper. It must not keep the wrapper alive.
 
     Attributes:
         table: the slot table.
@@ -87,8 +87,8 @@ class MainParams:
         executor: the executor of the argument.
         observers: observers of the weights.
         reloaded: number of main params that took the value of a parameter that other code wrote.
-        layout_of: returns the layout in which an optimizer above exports the state of a slot; None
-            for the layout of the slot's parameter.
+        layout_of: function that returns the layout in which an enclosing optimizer exports the
+            state of a slot; None for the layout of the slot's parameter.
 
     Raises:
         TypeError, ValueError: a parameter cannot be stepped; the message has the parameter's name.
@@ -224,7 +224,7 @@ class MainParams:
         ranks, shard_groups = self._tensor_parallel(slot), shard_groups_of(self.name(slot), param)
         is_part = is_tensor_parallel(param)
         is_copy = ranks is not None and not is_part and ranks.rank() > 0
-        # Another rank counts the gradient of a shared parameter in the norm.
+        # Exclude copies, because the norm counts a shared parameter's gradient on one rank only.
         is_counted = not (is_copy or getattr(param, "shared", False))
         group = (getattr(param, "grad_norm_group", None) or MAIN_NORM) if is_counted else EXCLUDED
         split_over = (*shard_groups, ranks) if ranks is not None and is_part else shard_groups

@@ -362,8 +362,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
         Args:
             factors: FQN of a parameter -> floating-point tensor of shape (rows,), one factor for
-                each row of the whole parameter. With plain tensor parallelism, for each row of this
-                rank's part. All ranks that have the parameter pass equal factors.
+                each row of the whole parameter (with plain tensor parallelism, of this rank's
+                part). All ranks that have the parameter pass equal factors.
 
         Raises:
             ValueError: a name is not trained here or has another number of rows, or a factor is not

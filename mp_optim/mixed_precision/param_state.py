@@ -80,7 +80,7 @@ class Agreement:
     Attributes:
         expected: for each slot with a loaded remainder, the checksum of the parameter at the save
             of the remainder.
-        written: slots whose parameter took another value when the main param was loaded.
+        written: slots whose parameter changed when the main param was loaded.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ def check_weights(
 
     Args:
         checksums: the checksum of the parameter at each slot.
-        param_of: returns the local parameter of a slot.
-        name_of: returns the FQN of a slot.
+        param_of: function that returns the local parameter of a slot.
+        name_of: function that returns the FQN of a slot.
 
     Raises:
         ValueError: parameters have other values; the message has their names.
@@ -132,9 +132,9 @@ class UntrainedState(SlotState):
     a run that trained the parameter makes the parameter trainable.
 
     Attributes:
-        prepared: makes a main param that the table does not record yet, and returns the state of a
-            trained parameter.
-        take: makes the parameter trainable.
+        prepared: function that makes a main param, which the table does not record yet, and returns
+            the state of a trained parameter.
+        take: function that makes the parameter trainable.
     """
 
     prepared: Callable[[], ParamState]
@@ -203,7 +203,7 @@ class ParamState(SlotState):
             # values that the parameter will get, and their checksum is compared.
             beside = self._local if weights is None else weights
             check_weights({self.slot: checksum}, lambda _: beside, lambda _: self.name)
-        # If the stepped tensor is bfloat16, fitted() joins the remainder instead.
+        # Without a separate main param, fitted() joins the remainder if the formats differ.
         if REMAINDER in state and self.main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
@@ -244,7 +244,7 @@ class ParamState(SlotState):
         noted = self.slot in self.agreement.written
         self.agreement.written.discard(self.slot)
         if not self.has_own_main or self.param.dtype == torch.float32:
-            return noted  # The parameter itself is stepped, or it has all bits of its main param.
+            return noted  # No rounding: the parameter is stepped itself, or has all bits of main.
         if is_quantized(self.param):
             main = self.executor.main_param(self.slot)
             differs = not holds(self.param, main)

@@ -148,8 +148,9 @@ class SettingsAlike:
             groups: the optimizer's param groups.
             keys: norm keys of this step's gradients.
             all_keys: every norm key of the model.
-            over: ranks that all have all parameters, if each of them steps everything.
-            also: further lines that must be equal on these ranks.
+            over: groups of a distributed optimizer whose ranks each step all parameters; empty
+                otherwise.
+            also: further lines that must be equal on the ranks that share parameters.
         """
         shared: Mapping[NormKey, Iterable[int]] = self._groups
         if over:
@@ -200,7 +201,7 @@ def check_write(
 
     Raises:
         ValueError: the arguments differ; the message names the ranks.
-        MissingRanksError: a rank called something else, or has ended.
+        MissingRanksError: a rank called another function, or has ended.
     """
     given = dict(values) if isinstance(values, Mapping) else {"all": values}
     named: dict[tuple[ProcessGroup, ...], set[str]] = {}

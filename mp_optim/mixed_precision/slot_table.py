@@ -82,7 +82,7 @@ class SlotTable:
         has_main: True if the parameter has ever been trainable. Only such a slot has state.
         has_own_main: True if the main param is another tensor than the model's.
         quantized: True if the model's tensor is in 8 bits with scales.
-        keys: the norm in which the gradient counts.
+        keys: norm key of each slot's gradient.
         streams: random stream of each parameter.
         layouts: device of the model's tensor, and its split over ranks.
         split_over: process groups over which the parameter is sharded.
@@ -127,7 +127,7 @@ class SlotTable:
 
         Args:
             name: name of the fact.
-            make: computes the fact.
+            make: function that computes the fact.
         """
         if self._source is not (present := self.executor.step_mark.plan_key):
             self._facts, self._source = {}, present
@@ -168,7 +168,7 @@ class SlotTable:
         """Return the columns of the slots that have a gradient, and their local gradients.
 
         Args:
-            name_of: returns the FQN of a slot, for messages.
+            name_of: function that returns the FQN of a slot, for messages.
             released: gradients that were removed from their parameters during backward.
 
         Raises:
@@ -240,7 +240,7 @@ class SlotTable:
             indices: indices of the slots.
             shapes: shape of each parameter.
             tensors: the gradient of each slot, or the parameter if it has no gradient.
-            name_of: returns the FQN of a slot.
+            name_of: function that returns the FQN of a slot.
         """
         for index, shape, tensor in zip(indices, shapes, tensors, strict=True):
             error: type[Exception] = ValueError

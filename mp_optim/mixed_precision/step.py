@@ -119,7 +119,7 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
 
     Args:
         stacks: the wrappers by name. ``timers`` of their configs are not used.
-        errors: gets the errors by name.
+        errors: dict to which errors are added, by name.
 
     Returns:
         The results by name.
@@ -147,8 +147,8 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
 
 
 def _running(stack: Any, grads: WrappedGrads, verdict: AnyVerdict) -> Iterator[None]:
-    """Phase 4 of one of several wrappers: prepare kernels, call kernels, and finish. Yields between
-    these parts."""
+    """Run phase 4 of one wrapper in three parts: prepare kernels, call kernels, and finish. Yield
+    between the parts, so that the caller can run each part for several wrappers."""
     with stack.step_mark.step(stack):
         kernels: list[Callable[[], None]] = []
         grads.launch(verdict, kernels)
@@ -174,7 +174,7 @@ def _run_together(
 
     Args:
         running: a result of :func:`_running` for each wrapper, by name.
-        errors: gets the errors by name.
+        errors: dict to which errors are added, by name.
 
     Returns:
         The names of the wrappers without an error.

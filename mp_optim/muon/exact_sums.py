@@ -75,9 +75,8 @@ def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
 ) -> Iterator[MatrixBlock]:
-    """Yield a box of a parameter as :class:`MatrixBlock`, each of matrices that are neighbors in
-    the
-    parameter's stack of matrices.
+    """Yield a box of a parameter as :class:`MatrixBlock` objects. The matrices of a block are
+    neighbors in the parameter's stack of matrices.
 
     Args:
         local: elements of the box.

@@ -45,8 +45,8 @@ class Exchange:
         sent: this rank's parts of the parameters, contiguous.
         received: memory for this rank's parts of the results, contiguous.
         device: device of collectives and products.
-        compute: returns the results of whole matrices, with equal shapes and the dtype of
-            ``received``.
+        compute: function that returns the results of whole matrices, with equal shapes and the
+            dtype of ``received``.
         bytes_sent: number of bytes sent to other ranks so far.
     """
 
@@ -336,7 +336,7 @@ def exchange_batches(
     """Divide matrices into batches: the first batch has the first matrices of every rank, and so
     on.
 
-    So all ranks compute products in the same batches, if all ranks own about as many bytes.
+    So all ranks compute products in the same batches, if they own about equally many bytes.
 
     Args:
         owners: owner of each matrix.

@@ -68,7 +68,7 @@ class Orthogonalization:
         method: ``standard`` or ``gram``.
         dtype: dtype of the products.
         scale_mode: rule for the factor of a direction.
-        lr: learning rate times the extra factor.
+        lr: learning rate times ``extra_scale_factor``.
         blockwise: True if a rank's tensor-parallel shard is orthogonalized as a matrix.
         parts: numbers of rows of Q, K and V for one query group of a fused matrix; None if matrices
             are not fused.
@@ -160,7 +160,7 @@ def directions(
         rounded: momenta of this rank's shards in ``rule.dtype``, contiguous, on the device of the
             step; overwritten.
         layouts: layout of each model parameter, which has the device of the products.
-        owners: assigns sharded matrices to ranks.
+        owners: object that assigns sharded matrices to ranks.
 
     Raises:
         ValueError: the rows of a fused matrix are not a multiple of the rows of one query group.
@@ -211,7 +211,7 @@ def _by_owners(
         parts: for each parameter, the parts of each rank.
         groups: process groups that span the grid of these ranks.
         device: device of the collectives.
-        owners: assigns matrices to ranks.
+        owners: object that assigns matrices to ranks.
     """
     pieces = [pieces_of(rule, each.rows, each.columns) for each in parts]
     steps, method = len(rule.polynomials), rule.method

@@ -60,10 +60,11 @@ class GradSource(NamedTuple):
 
     Attributes:
         param_groups: live groups with the parameters that backward reaches.
-        share_settings: makes settings of these groups and of the inner executors equal.
-        updates: takes gradients by slot and one FP32 multiplier. Returns the updates as the step
-            will have them, in the order of the gradients, without slots that the step rebinds or
-            refuses.
+        share_settings: function that makes settings of these groups and of the inner executors
+            equal.
+        updates: function of gradients by slot and one FP32 multiplier. Returns the updates as the
+            step will have them, in the order of the gradients, without slots that the step rebinds
+            or refuses.
         fused_backend: backend that measures gradients.
     """
 
@@ -199,7 +200,7 @@ class BackwardGrads:
         """
         if params is None:
             slots = list(self._watched)
-        # Look up each parameter, so that the time does not depend on the number of watched slots.
+        # Look up each given parameter, because a loop over all watched slots would take longer.
         else:
             found = [self._slot_of[id(param)] for param in params if id(param) in self._slot_of]
             slots = sorted(found)
@@ -256,8 +257,7 @@ class BackwardGrads:
     ) -> bool:
         """True if the gradient of a slot has not changed since a job measured it.
 
-        Each gradient is compared with its copy once, because the step uses the measured gradients
-        next.
+        A bitwise comparison is made once per slot; :meth:`forget_comparisons` discards its result.
 
         Args:
             version: the gradient's version when the job began.
@@ -273,7 +273,7 @@ class BackwardGrads:
         return self._compared[slot]
 
     def forget_comparisons(self) -> None:
-        """Discard comparisons, because gradients may have been written after them."""
+        """Discard results of bitwise comparisons, because gradients may have changed since then."""
         self._compared = {}
 
     # -- hooks ------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class ReleasedGrads:
     worker was drained.
 
     Args:
-        wait_for: waits until the worker has finished or dropped a job.
+        wait_for: function that waits until the worker has finished or dropped a job.
 
     Attributes:
         held: copies by slot, in staging memory that is kept.
@@ -636,15 +636,15 @@ class ReleasedGrads:
 
     def put_in_place(self, updates: SlotUpdates, staged: SlotUpdates) -> frozenset[int]:
         """Copy released gradients to the memory that the step reads, unless they are there
-        already. Return their indices in the updates."""
+        already. Return the indices of the released gradients in the updates."""
         here = set()
         rows = zip(updates.slots, updates.grads, staged.grads, strict=True)
         for index, (slot, grad, read) in enumerate(rows):
             if self.is_held(slot, grad):
                 here.add(index)
                 if grad.data_ptr() != read.data_ptr():
-                    # NOTE: this write needs no wait, because no upload reads the memory: it is new,
-                    # or a download since the last step waited until it was free.
+                    # NOTE: write without a wait, because no upload reads this memory. The memory is
+                    # new, or a download since the last step waited until the memory was free.
                     read.copy_(grad)
         return frozenset(here)
 

@@ -85,8 +85,8 @@ class CollectedGrads(NamedTuple):
 
     Attributes:
         held: gradients that left their parameters and are in host memory, by slot.
-        sums: sums of squares by slot. They are of gradients in host memory that the worker measured
-            and that did not change afterwards.
+        sums: sums of squares by slot, only of gradients in host memory that the worker measured and
+            that did not change afterwards.
     """
 
     held: Mapping[Slot, Tensor]
@@ -97,12 +97,12 @@ class BackwardScheduler:
     """Begins jobs on offloaded slots during backward. In mode ``sync`` no job begins.
 
     Args:
-        executor: keeps the state of the slots.
-        bind_tensors: updates the executor's tensors to the present tensors.
+        executor: the executor that keeps the state of the slots.
+        bind_tensors: function that gives the present tensors to the executor.
         settings: memory and copies of the steps.
         source: the optimizer that takes the step.
-        speculation: steps into back buffers; None without speculation.
-        label: returns a label for some slots, for errors.
+        speculation: stepper into back buffers; None without speculation.
+        label: function that returns a label for some slots, for errors.
 
     Attributes:
         runs_in_backward: True if backward copies gradients to the host.
@@ -113,7 +113,7 @@ class BackwardScheduler:
             in which speculation paused. ``stale_buckets``: buckets whose gradients changed after
             backward.
         released: gradients that only the host has.
-        grads: reports gradients as they arrive, and compares them with the gradients of jobs.
+        grads: hooks that report gradients as they arrive, and versions of gradients.
         is_last_microbatch: True if arriving gradients are complete.
         phase: phase of this iteration.
         speculates: True if gradients are stepped as soon as they are on the host; False in phase
@@ -142,7 +142,7 @@ class BackwardScheduler:
         self.is_last_microbatch = True
         self.grads = BackwardGrads(source, self.on_grad_ready)
         self.phase, self.speculates = Phase.IDLE, False
-        # The multiplier that the jobs of this backward step with. The first job sets the number.
+        # The gradient multiplier of all jobs of this backward pass. The first job sets this number.
         self._multiplier = 1.0
         self._expected: Callable[[], Tensor] | None = None
         self._reporting = threading.Lock()
@@ -154,7 +154,7 @@ class BackwardScheduler:
         """Predict that the next steps multiply gradients by this inverse loss scale.
 
         Args:
-            inverse_scale: shape (1,), FP32. The next backward reads its copy on the host.
+            inverse_scale: FP32, shape (1,); copied to the host, for the next backward.
         """
         self._expected = fetch(self._settings.transfer, inverse_scale)
 

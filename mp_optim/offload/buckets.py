@@ -483,9 +483,9 @@ class Buckets:
         slots: slots in the order in which their gradients are expected.
         most: largest staging bytes of a bucket.
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
-        new_staging: returns staging memory of a number of bytes.
+        new_staging: function that returns staging memory of a given number of bytes.
         has_outputs: True if parameters are staged, too.
-        label: returns a label for some slots, for errors and the timeline.
+        label: function that returns a label for some slots, for errors and the timeline.
 
     Attributes:
         members: the slots of each bucket, in the order in which their gradients are expected.
@@ -511,7 +511,8 @@ class Buckets:
         self.label = label
 
     def steps(self, updates: SlotUpdates, moved: TransferBytes) -> list[BucketStep]:
-        """Return the updates by bucket, in the plan's order, and add their bytes to ``moved``."""
+        """Return one step for each bucket of the updates, in the plan's order. Add the bytes of its
+        copies to ``moved``."""
         has_own = len(self.staging) == len(self.members)
         steps = []
         for position, (bucket, label, selection) in enumerate(self.routes(updates.slots)):
@@ -524,7 +525,7 @@ class Buckets:
         return steps
 
     def routes(self, slots: StepPlan) -> list[tuple[int, str, UpdateSelection]]:
-        """Return bucket, label and members of each bucket that has some of a step's slots."""
+        """Return index, label and members of each bucket that has some of a step's slots."""
         return slots.part("buckets", (self._bucket_of,), partial(self._routes, slots))
 
     def _routes(self, slots: StepPlan) -> list[tuple[int, str, UpdateSelection]]:

@@ -108,7 +108,7 @@ class PlacedExecutor(Executor):
         optimizers: optimizers by place. If both places have one class of this package, only the
             device has an entry, whose optimizer steps all slots.
         executors: executors by place.
-        stepper: steps the offloaded slots.
+        stepper: the stepper of the offloaded slots.
         main_memory: host memory of main params, unless a file stores them. The main params of the
             first groups are one piece.
     """
@@ -124,7 +124,7 @@ class PlacedExecutor(Executor):
         self.fraction = fraction
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
-        # The executors without duplicates, because one optimizer may serve two places.
+        # The values of ``executors`` without duplicates, because two places may have one executor.
         self._distinct: list[Executor] = []
         self._copies, self._remainders = copies, remainders
         self._placed: list[list[PlacedSlot]] = []
@@ -144,8 +144,8 @@ class PlacedExecutor(Executor):
             classes: optimizer classes or rules of both places.
             arguments: constructor arguments of the optimizer of each place.
             settings: memory, copies and threads of the offloaded slots.
-            share_settings: copies settings between these groups and the groups of each place, as
-                long as no wrapper does so. The function must not keep the optimizer alive.
+            share_settings: function that copies settings between these groups and the groups of
+                each place, while no wrapper does so. It must not keep the optimizer alive.
         """
         self._offload_place = settings.place
         self._assign(self.param_groups, self.fraction)
@@ -234,8 +234,8 @@ class PlacedExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
-        # No kernel records the changes of slots in windows, or of steps into a back buffer, which
-        # may be discarded.
+        # Kernels record no changes of slots in windows. They record none of steps into a back buffer,
+        # because such a step may be discarded.
         is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
         executor = self.executors[place]
         executor.step_instead(slot, self._stepped(slot))

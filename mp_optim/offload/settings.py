@@ -34,14 +34,14 @@ class HostStepSettings:
         place: ``host`` or ``streamed``.
         mode: ``sync``, ``overlap`` or ``speculative``: the jobs that the host does during backward.
         transfer: interface for copies between host and device.
-        timeline: records the time of stages.
-        set_up: called once in the worker thread.
+        timeline: record of the time of stages.
+        set_up: function that is called once in the worker thread.
         bucket_bytes: largest staging bytes of a bucket; a larger parameter is a bucket by itself.
         window_bytes: bytes of main params and state in one window.
         pipelined: True to overlap copies in both directions with the arithmetic.
         pin_staging: True to page-lock staging memory.
         pin_mains: True to page-lock the back buffer of main params, and state in windows.
-        state_file: stores main params and state on a disk; None for host memory.
+        state_file: file of main params and state on a disk; None for host memory.
 
     Raises:
         ValueError: place or mode is unknown, or ``bucket_bytes`` is less than 1.
@@ -78,7 +78,7 @@ class HostStepSettings:
         Args:
             executor: the executor of the optimizer.
             params: slots and parameters.
-            is_offloaded: returns True for an offloaded slot.
+            is_offloaded: function that returns True for an offloaded slot.
 
         Raises:
             ValueError: the executor does not support the place or the mode; the message names the

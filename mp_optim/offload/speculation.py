@@ -4,8 +4,8 @@ Present values stay while a step during backward writes the back buffer. Tensors
 objects: publishing a step gives the tensors the memory of the back buffer, and their former memory
 becomes the back buffer. Nothing has to be undone to discard a step.
 
-A speculated step is right if gradients are neither clipped nor skipped, so that the multiplier is
-the inverse loss scale. A right step saves the whole arithmetic of ``step()``. A wrong step costs
+A speculated step is right if the step is neither clipped nor skipped, so that the multiplier is the
+inverse loss scale. A right step saves the whole arithmetic of ``step()``. A wrong step costs
 arithmetic that ran next to backward, and one more copy of the state. So speculation saves time even
 if fewer than half of the predictions are right, and pauses only if nearly all predictions fail.
 """
@@ -78,11 +78,11 @@ class DoubleBuffer:
     Args:
         executor: the executor of the slots.
         slots: the slots.
-        transfer: allocates host memory.
+        transfer: the transfer that allocates host memory.
         pin: True to page-lock the memory of main params.
 
     Attributes:
-        blocks: memory of main params under True, and of state under False.
+        blocks: host memory by the key "is a main param": True for main params, False for state.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class DoubleBuffer:
         if not self.blocks:
             sizes = {True: 0, False: 0}
             for slot in self._slots:
-                # NOTE: do not call state_of() here. It compares audits, and the worker may still
-                # add samples.
+                # NOTE: do not call state_of() here. state_of() compares samples of audits, and the
+                # worker may still add samples.
                 state = self._executor.rows.live_state(slot)
                 main = param_at(self._executor.param_groups, slot)
                 for key, each in {**state, MAIN: main}.items():

@@ -431,9 +431,9 @@ class FileStorage:
 
     Args:
         file: the state file.
-        transfer: allocates the host memory of windows.
+        transfer: the transfer that allocates the host memory of windows.
         pin: True to page-lock this memory.
-        timeline: records the time of waits for the disk.
+        timeline: record of the time of waits for the disk.
         stages: True if a window's memory has space for its gradients and outputs.
     """
 
@@ -449,8 +449,8 @@ class FileStorage:
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
         """Return equal window sizes of at most ``most`` bytes. If all state is smaller, the
         windows together have about its size."""
-        # AHEAD windows and the next one are read, ``lag`` are stepped or written back, and BEHIND
-        # are written.
+        # Count the windows in memory at a time: AHEAD + 1 are read, ``lag`` are stepped or copied
+        # back, and BEHIND are written to the file.
         count = AHEAD + 1 + lag + BEHIND
         share = -(-sum(sizes) // count)
         wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))

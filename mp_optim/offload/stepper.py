@@ -49,18 +49,18 @@ class Stepper:
     """The offloaded slots of an optimizer, cut into buckets or windows, and their steps.
 
     Args:
-        executor: keeps the state of the slots and steps them.
+        executor: the executor that keeps the state of the slots and steps them.
         slots: slots in the order in which their gradients are expected.
-        bind_tensors: updates the executor's tensors to the present tensors.
+        bind_tensors: function that gives the present tensors to the executor.
         settings: memory and copies of the steps.
         source: the optimizer that takes the step, until a wrapper replaces this optimizer.
 
     Attributes:
-        label: returns a label for some slots, for errors and the timeline.
-        speculation: steps into a back buffer; None without speculation.
+        label: function that returns a label for some slots, for errors and the timeline.
+        speculation: stepper into back buffers; None without speculation.
         schedule: the jobs of backward.
         releases: True if gradients leave the device during backward.
-        pipeline: steps the slots in windows; None if the host steps whole buckets.
+        pipeline: the pipeline that steps windows; None if the host steps whole buckets.
         buckets: buckets of gradients that are copied to staging memory; None if gradients are read
             in place.
         transfer_bytes: bytes that the last step copied.
@@ -283,7 +283,7 @@ class Stepper:
         Args:
             steps: the buckets that are stepped in place.
             mark: see :meth:`BucketStep.start`.
-            begin: called after the first copies of gradients have started.
+            begin: function to call after the first copies of gradients have started.
         """
         depth = 1
         if self.settings.pipelined:

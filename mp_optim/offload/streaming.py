@@ -66,7 +66,7 @@ class WindowPipeline:
     Args:
         executor: executor of the slots.
         settings: place, memory and copies of the steps.
-        label: returns a label for some slots, for errors and the timeline.
+        label: function that returns a label for some slots, for errors and the timeline.
         slots: the slots.
         carries_grads: True if gradients of streamed slots may be in host memory.
 
@@ -186,7 +186,8 @@ class WindowPipeline:
         Args:
             updates: updates of the slots.
             on_host: slots whose gradients are in host memory.
-            step_device: steps the device's slots; called once, before the first window is stepped.
+            step_device: function that steps the device's slots; called once, before the first
+                window is stepped.
         """
         launches = self._executor.plan(updates)
         windows: list[Window] = []

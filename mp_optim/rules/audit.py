@@ -131,7 +131,7 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> I
     total, number, offset = ends[-1] if ends else 0, 0, mix(seed) / 2.0**32
     while (block := int(min((number + offset) / rate, total)) * CELL) < total:
         stop, number = min(total, block + CELL), number + 1
-        while block < stop:  # A cell may span several tensors, so yield a run for each.
+        while block < stop:  # CELL blocks may span several tensors, so yield a run for each.
             owner = bisect_right(ends, block)
             start = (block - (ends[owner - 1] if owner else 0)) * BLOCK
             end = min(stop, ends[owner])
@@ -198,7 +198,7 @@ class Audit:
     Args:
         rate: fraction of the elements that the audit of a step repeats.
         action: ``warn`` or ``raise`` after a mismatch.
-        name_of: returns a slot's name.
+        name_of: function that returns a slot's name.
 
     Attributes:
         elements: number of elements compared so far.

@@ -56,7 +56,7 @@ class GroupPlan(NamedTuple):
         group: index of the group.
         members: selection of the updates of these slots.
         positions: position of each slot in the group.
-        together: the set with exactly these slots; None if no set has exactly these slots.
+        together: the cached :class:`SlotSet` with exactly these slots, or None.
     """
 
     group: int
@@ -82,9 +82,9 @@ class RuleExecutor(Executor):
     Attributes:
         rows: state of the slots.
         workspace: the rule's counters, or None.
-        audit: repeats samples of steps; None without an audit.
-        backend_for: takes a device, and returns the backend that steps tensors there, with the
-            reason for this backend.
+        audit: the audit that repeats samples of steps; None without an audit.
+        backend_for: function from a device to the backend that steps tensors there, and the reason
+            for this backend.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not support the
@@ -265,8 +265,9 @@ class RuleExecutor(Executor):
         counts = kept.counts(positions, together)
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
-        # NOTE: a list of main params is the same object only while main params and state keep their
-        # memory (follow_memory). A plan for another thread has copied settings, which never match.
+        # NOTE: reuse the launch only if all sources are the same objects. follow_memory() replaces
+        # the list of main params if main params or state have other memory. A plan for another
+        # thread has copied settings, so it never reuses a launch.
         sources = mains, settings, updates.outputs, updates.changed, kept.moments
         if is_common and together is not None and all_same(sources, together.sources):
             return [self._with_grads(together.launch, updates, int(counts[0]) + 1)]

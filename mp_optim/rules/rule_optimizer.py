@@ -95,7 +95,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: computes the loss, with autograd on; None to use present gradients.
+            closure: function that computes the loss, with autograd on; None to use present
+                gradients.
 
         Returns:
             The closure's loss, or None.

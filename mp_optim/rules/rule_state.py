@@ -77,8 +77,8 @@ class SlotSet:
             may replace the memory of parameters (``param.data = ...``).
         lists: state tensors of all slots, by key.
         launch: the last launch over all slots, without gradients and updates; None if unknown.
-        sources: the objects from which ``launch`` was made. If a step has the same objects, it
-            reuses the launch.
+        sources: the objects from which ``launch`` was made. A step with the same objects reuses the
+            launch.
     """
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -262,7 +262,7 @@ class RuleState(StateStore):
 
     Attributes:
         groups: state of each group.
-        allocators: function that allocates the host memory of a slot's state, by slot.
+        allocators: by slot, the function that allocates the host memory of the slot's state.
         pending_skips: counted steps that a multiplier on the device may still skip, until
             :meth:`subtract_skipped` corrects the counts.
         parked: tensors that were moved to the host until they are restored.

@@ -35,7 +35,7 @@ tensors."""
 _FORMAT = "mp_optim parameter state 1"
 
 
-# -- state that data-parallel ranks share out
+# -- state that is sharded over data-parallel ranks
 
 
 def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
@@ -306,9 +306,9 @@ def whole_states(
             with most of its elements, because most parameters are whole on one rank.
 
     Yields:
-        Three values for each slot. The slot. Its FP32 tensors for the whole parameter on this
-        model-parallel rank, with ``step``; only ``step`` if another data-parallel rank got the
-        tensors. True if no other data-parallel rank has the tensors.
+        ``(slot, tensors, is_only)`` for each slot. ``tensors`` has ``step``, and FP32 tensors for
+        the whole parameter on this model-parallel rank; only ``step`` if another data-parallel rank
+        got the tensors. ``is_only`` is True if no other data-parallel rank has the tensors.
     """
     if not isinstance(part, DistributedOptimizer):
         yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())

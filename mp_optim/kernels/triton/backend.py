@@ -204,10 +204,10 @@ class TritonBackend(ReferenceBackend):
         return sums
 
     def launch_again(self, one: Pass) -> bool:
-        """Repeat the cached launch of a pass, with gradients at addresses of an earlier launch.
+        """Repeat the cached launch of a pass, if an earlier launch had the same gradient addresses.
 
         Returns:
-            True if the launch was cached; False if nothing was launched.
+            True if the pass was launched; False if no such launch is cached.
         """
         known, lists = prepared_launch(one.lists, one.kernel.__name__), one.lists
         if known is None:

@@ -57,7 +57,7 @@ class FormProofs:
             part: lists of the launch. The trial has lists of equal dtypes.
             shift: number of elements between a multiple of 16 bytes and the start of each trial
                 tensor.
-            trial: calls the backend's method on trial lists.
+            trial: function that calls the backend's method on trial lists.
         """
         with self._lock:
             if form not in self.is_right:

@@ -78,7 +78,7 @@ class Tile(NamedTuple):
         offsets: indices of the elements, shape (rows, 256).
         count: number of elements of the chunk.
         inside: mask of the offsets below ``count``.
-        masked: True if an offset may not be below ``count``.
+        masked: True if the tile may have offsets past ``count``, so that accesses need a mask.
         words: random bits of each element, or None.
     """
 
