@@ -433,7 +433,8 @@ class MainParams:
             self.executor.step_instead(slot, local)
             set_main_param(self._shown, slot, param, local)
         else:
-            # The dtype changed, so the parameter now needs a main param, or needs none any more.
+            # The dtype decides whether the parameter needs a separate main param, so replace the
+            # main param.
             self._set_main(index, self._new_main(slot, param), param)
 
     @in_own_modes

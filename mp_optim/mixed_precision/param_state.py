@@ -43,7 +43,7 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    # DTensor.from_local() would move the tensor to the device of the mesh.
+    # DTensor.from_local() would move the tensor to the device of the mesh, so call the constructor.
     if local.device.type != param.device_mesh.device_type:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

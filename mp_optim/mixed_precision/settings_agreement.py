@@ -123,7 +123,7 @@ class SettingsAlike:
         Raises:
             ValueError: settings differ; the message names the ranks and the setting.
         """
-        # A DistributedOptimizer has compared its settings in the constructor.
+        # ``copies`` has no keys of a DistributedOptimizer, whose constructor compares the settings.
         for key, copies in self.copies.items():
             over, said = [*key.shard_groups, *copies], of_config(config)
             said += of_groups(groups, self._groups[key])

@@ -249,7 +249,8 @@ def _record(stack: Any, grads: StepGrads, verdict: AnyVerdict) -> StepResult:
     for after_step in stack.observers.after_step:
         after_step(grads, verdict)
     if stack.config.release_gradients:
-        # Released gradients are None already. Set the other gradients to None, too.
+        # No gradient may stay on the device after a step, so drop those that backward did not
+        # release, too.
         stack.zero_grad()
     return verdict.result
 

@@ -143,7 +143,8 @@ class WrappedOptimizer(MegatronOptimizer):
             ValueError: the other groups have names, and a parameter is not in the model.
         """
         if not self._is_built:
-            # torch's constructor adds the first groups before the engine exists.
+            # torch's constructor adds the first groups before the engine exists. The engine binds
+            # these groups when it is built.
             super().add_param_group(param_group)
             return
         with self.added_whole():

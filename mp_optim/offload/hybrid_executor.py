@@ -234,8 +234,8 @@ class PlacedExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
-        # Kernels record no changes of slots in windows. They record none of steps into a back buffer,
-        # because such a step may be discarded.
+        # Kernels record no changes of slots in windows, and none of steps into a back buffer, which
+        # may be discarded. So return False for such slots.
         is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
         executor = self.executors[place]
         executor.step_instead(slot, self._stepped(slot))

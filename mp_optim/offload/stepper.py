@@ -418,7 +418,7 @@ class Stepper:
             "main params and state": self._state_bytes,
         }
         for purpose, (planned, allocated) in memory.items():
-            # Alignment of tensors and blocks may add 2 % and 1 MiB to a plan.
+            # Alignment of tensors and blocks may add 2 % and 1 MiB to a plan. So warn only of more.
             if allocated - planned > planned / 50 + (1 << 20) and purpose not in self._reported:
                 self._reported.add(purpose)
                 cause = " (gradients are wider than the model's dtype, or some stay after their "

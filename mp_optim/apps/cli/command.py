@@ -75,8 +75,8 @@ def status_of(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
-        # transformers raises an ImportError without a module name if it cannot import one of its
-        # own models.
+        # transformers raises an error without a module name if it cannot import one of its own
+        # models, so print the first cause.
         if error.name is None:
             return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)

@@ -195,8 +195,8 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
         model, optimizer = trained(make, 3, dtype)
         other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
         model.load_state_dict(other)
-        # With a large rate, a correct optimizer may move weights of 3.0 by more than the limit
-        # below.
+        # Set a small rate. With a large rate, a correct optimizer may move weights of 3.0 by more
+        # than the limit below.
         set_rates(optimizer, 1e-3)
         train(model, optimizer, 1, 3)
         for now in weights(model):

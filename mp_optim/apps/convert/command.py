@@ -69,7 +69,7 @@ def read(options: Options) -> foreign.ForeignState:
         for name, tensors in state.state.items():
             for key, value in tensors.items():
                 stored = value.untyped_storage().nbytes()
-                # A conversion would write all elements of an expanded tensor.
+                # Refuse an expanded tensor, because a conversion would write all of its elements.
                 if value.nbytes > stored:
                     raise ValueError(
                         f"{name}.{key}: a tensor of shape {tuple(value.shape)} has {value.nbytes} "

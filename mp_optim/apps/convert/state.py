@@ -428,7 +428,7 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
         key, name = key_and_fqn(entry)
         if key and name in state:
             state[name][key] = saved.read(entry)
-    # A parameter without a main param has its FP32 value in the model.
+    # An FP32 parameter without a main param has its value in the model, so read the value there.
     for name, tensors in state.items():
         model = saved.entries.get(f"{MODEL}{name}")
         if tensors and MASTER not in tensors and model and model.dtype == torch.float32:

@@ -92,7 +92,7 @@ def get_megatron_optimizer(
         list(model_chunks),
         kept,
         process_groups=_groups(pg_collection),
-        # With one expert-parallel rank, experts count as dense, as in Megatron.
+        # With one expert-parallel rank Megatron sets ``allreduce``, and experts count as dense.
         expert_predicate=lambda param, name: (
             is_expert_param(param, name) and not getattr(param, "allreduce", False)
         ),
