@@ -304,7 +304,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:
             return {}
-        if key == AVERAGE:  # A missing average starts from the main param.
+        if key == AVERAGE:  # A missing average starts from the main param, so read nothing.
             return {}
     form = {name: _new_like(own, saved.get(name))}
     scale = saved.get(entry_name(scale_key(key), fqn))

@@ -112,8 +112,9 @@ def read_manifest(folder: Path) -> Files:
         raise FileNotFoundError(
             f"{folder} is not a complete checkpoint: {MANIFEST} is missing; load another version"
         )
+    text = _read_text(path)
     try:
-        content = json.loads(_read_text(path))
+        content = json.loads(text)
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; load another version") from error
@@ -137,20 +138,23 @@ def read_manifest(folder: Path) -> Files:
 
 
 def _read_text(path: Path) -> bytes:
-    """Return the content of a text file, but refuse zero bytes.
+    """Return the content of a text file, but refuse NUL bytes.
 
     A damaged or malicious sparse file may be huge and take little of the disk. Its missing bytes
     read as zeros, which text does not have. So the refusal limits the memory to the bytes on the
     disk.
 
     Raises:
-        ValueError: the file has zero bytes.
+        ValueError: the file contains NUL bytes.
     """
     blocks = []
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             if b"\0" in block:
-                raise ValueError(f"{path} is damaged: it has zero bytes, but text has none")
+                raise ValueError(
+                    f"{path} is damaged: it contains NUL bytes, which text never has; load "
+                    "another version"
+                )
             blocks.append(block)
     return b"".join(blocks)
 

@@ -80,13 +80,12 @@ class Executor:
         del self.param_groups[count:], self.sizes[count:]
 
     def has_only(self, group: int, positions: Sequence[int]) -> None:
-        """Restrict a group to some of its slots. Positions in later calls still count in the full
-        group.
+        """Restrict this executor to some slots of a group. Later calls of all methods still use
+        positions in the full group.
 
         Args:
             group: index of the param group.
-            positions: the positions that this executor steps; a torch optimizer below has only the
-                parameters at these positions.
+            positions: positions in the full group of the slots that this executor steps.
         """
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:

@@ -179,7 +179,7 @@ class StepMark:
         finally:
             # Assign None again, because an interrupt may come before the first assignment.
             self._writer = None
-        # If an interrupt comes between the block and this line, the flag stays set, which is safe.
+        # If an interrupt comes before this line, the flag stays set, so the next step raises.
         self.is_set, self._why = False, ""
 
 

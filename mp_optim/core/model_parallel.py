@@ -209,7 +209,7 @@ class ModelParallel:
         cut_over = _members(groups.tp, groups.expert_tp)
         if global_names is None and not (cut_over or _members(groups.ep, groups.pp)):
             return cls()
-        # A tied parameter has several names.
+        # Keep all names of a tied parameter, because the model's state dict has all of them.
         params, buffers = (
             dict(canonical_items(modules, partial(read, remove_duplicate=False)))
             for read in (nn.Module.named_parameters, nn.Module.named_buffers)

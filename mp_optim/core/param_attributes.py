@@ -67,7 +67,7 @@ def set_main_param(
 def _hide_main_params(shown: ShownMains) -> None:
     for param, main in shown.values():
         if main_param_of(param) is not main:
-            continue  # Another optimizer has set this attribute since then.
+            continue  # Keep the attribute, because another optimizer has set it since then.
         del param.main_param
         if hasattr(param, "main_param_sharded"):
             del param.main_param_sharded

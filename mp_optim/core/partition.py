@@ -215,8 +215,8 @@ def partition(
     """
     if dim >= len(shape):
         raise ValueError(
-            f"{name}.partition_dim={dim}: the shape of the parameter is {tuple(shape)}; set the "
-            "dimension that tensor parallelism splits"
+            f"{name}.partition_dim={dim}: a parameter of shape {tuple(shape)} has no such "
+            "dimension; set the dimension that tensor parallelism splits"
         )
     length, (stride, sizes) = shape[dim], form
     if sizes is not None:

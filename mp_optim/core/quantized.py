@@ -187,7 +187,7 @@ def _largest(magnitudes: Tensor, blocks: Sequence[int]) -> Tensor:
     for dim, count in enumerate(blocks):
         size = magnitudes.shape[dim]
         width = -(-size // count)
-        # Pad the last block with 0, the least magnitude.
+        # Pad the last block with 0, the least magnitude, which does not change the maximum.
         padding = [0, 0] * (magnitudes.ndim - 1 - dim) + [0, count * width - size]
         magnitudes = torch.nn.functional.pad(magnitudes, padding)
         split = (*magnitudes.shape[:dim], count, width, *magnitudes.shape[dim + 1 :])

@@ -62,7 +62,8 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
         super().__init__()
-        # Read once, so that the lookup raises for inconsistent state and subtracts skipped steps.
+        # Read once, so that the lookup itself raises if a step was interrupted, and takes skipped
+        # steps out of step counts.
         read()
         self._read, self._write, self._reset = read, write, reset
 
@@ -117,7 +118,7 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(
-            "optimizer.state[param]: single keys cannot be deleted; call clear() to reset all"
+            "optimizer.state[param]: single keys cannot be deleted; call clear() to reset all keys"
         )
 
     def clear(self) -> None:

@@ -151,7 +151,8 @@ def _refusal(
         changes.append(({**everything, **path}, {**offload, **path}))
     ways = []
     for settings, arguments in changes:
-        # A config refuses contradictions, such as "sync" with release_gradients=True.
+        # Leave out changes that the config refuses as a contradiction, such as "sync" with
+        # release_gradients=True.
         with suppress(ValueError):
             replace(config, **settings)
             said = arguments if is_class else settings

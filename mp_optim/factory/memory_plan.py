@@ -142,7 +142,7 @@ def plan_rank(
     config.check()
     if config.optimizer_offload_fraction == "auto":
         raise ValueError(
-            "optimizer_offload_fraction='auto': a plan needs a number; set one, such as 0.5, or "
+            "optimizer_offload_fraction='auto': a plan needs a number; set 0.5, for example, or "
             "call smallest_fraction"
         )
     if config.is_distributed:

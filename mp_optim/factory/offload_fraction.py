@@ -80,7 +80,8 @@ def least(
                 "GiB"
             )
         advice = ""
-        # A config refuses contradictions, such as released gradients with a distributed optimizer.
+        # Give no advice if the config refuses it as a contradiction, such as released gradients
+        # with a distributed optimizer.
         with suppress(ValueError):
             offloaded = with_fraction(config, 1.0)
             plan = plan_of(replace(offloaded, offload_mode="overlap", release_gradients=True))

@@ -115,7 +115,7 @@ class OptimizerParamScheduler:
             )
         hooked = optimizer
         while hooked is not None and not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
-            hooked = getattr(hooked, "optimizer", None)  # A wrapper stores its optimizer there.
+            hooked = getattr(hooked, "optimizer", None)  # Wrappers store their optimizer here.
         if hooked is not None:
             handle = hooked.register_load_state_dict_post_hook(weak_method(self._after_load))
             weakref.finalize(self, handle.remove)

@@ -259,7 +259,7 @@ def check_config_overrides_consistency(
 
 def _required_lr(config: OptimizerConfig) -> float:
     if config.lr is None:
-        raise ValueError("lr=None: set OptimizerConfig.lr")
+        raise ValueError("lr=None: param groups need a learning rate; set OptimizerConfig.lr")
     return config.lr
 
 

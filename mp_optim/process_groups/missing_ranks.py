@@ -68,7 +68,8 @@ def announce() -> None:
     :func:`last_collectives.finish`. Not collective; later calls return at once."""
     _once_at_exit(last_collectives.finish)
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world in _joined:  # World is None if a test passes a stand-in group.
+    # World is None if a test passes a stand-in group. Such a group has no store for notes.
+    if world is None or world in _joined:
         return
     store, own = _get_default_store(), f"mp_optim/life/{dist.get_rank()}"
     life = store.add("mp_optim/life", 0)

@@ -230,7 +230,7 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
         reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
-        if len(ours) > 1:  # All ranks must reduce the buckets of all members in one order.
+        if len(ours) > 1:  # Otherwise ranks could pair collectives of different buckets.
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
             reduce_in_one_order(ours, again=again)
 

@@ -168,7 +168,8 @@ class GradReducer:
                 f"{entry.name}: gradient has layout {grad.layout}, but only dense gradients are "
                 "reduced; build the embedding with sparse=False"
             )
-        # Megatron's fused kernels set this attribute after they added the gradient to main_grad.
+        # Megatron's fused kernels set this attribute after they have added the gradient to
+        # main_grad, so do not add the gradient again.
         if not getattr(entry.param, "grad_added_to_main_grad", False):
             bucket.local_grad(entry).add_(grad)
         entry.param.grad = None
@@ -399,7 +400,7 @@ class LaunchOrder:
         if all(member.synchronizes for member in self._members):
             while self._next < len(self.sequence):
                 self._launch_next()
-            if self._again:  # The next backward pass adds to the same shards.
+            if self._again:  # The next backward pass reduces the same buckets again.
                 self._next = 0
 
     def _launch_next(self) -> None:

@@ -279,7 +279,7 @@ class ShardedParams:
         )
         set_shard_info(tensor, info)
         attributes = norm_attributes(param)
-        # These attributes describe dimensions of the parameter, which a flat shard does not have.
+        # Leave out attributes of the parameter's dimensions, which a flat shard does not have.
         if tensor.shape != param.shape:
             for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
                 attributes.pop(of_shape, None)

@@ -182,7 +182,8 @@ class MegatronHooks:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = self.grad_bytes_gathered = self.rounds = 0
         self.bytes_reduced = sum(bucket.local_grads().nbytes for bucket in buckets)
-        self.has_gradients = True  # Megatron's hooks do not report whether a gradient arrived.
+        # Assume gradients, because Megatron's hooks do not report whether a gradient arrived.
+        self.has_gradients = True
         self.on_reduced: Callable[[int], None] | None = None
 
     def watch(self, index: int, entry: Entry) -> None:

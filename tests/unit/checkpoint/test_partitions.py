@@ -44,7 +44,7 @@ def test_tensor_parallel_model_saves_and_loads_without_an_optimizer(ranks):
     [
         ("no group", "model.fused: ranks 0 and 1 have different values"),
         ("no stages", "model.layers.0.local_experts.0.weight: ranks 0 and 1 have"),
-        ("dim", "fused.partition_dim=2: the shape of the parameter is (8, 6)"),
+        ("dim", "fused.partition_dim=2: a parameter of shape (8, 6) has no such dimension"),
         ("stride", "fused.partition_stride=5: dimension 0 of (8, 6)"),
         ("sizes", "fused.partition_sizes=[3, 3]: the sizes add up to 6"),
         ("one name", "global_names makes one name of layers.0.local_experts.0"),
