@@ -63,7 +63,7 @@ def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
     # multiple of 2 MiB. Address space that is not used costs no memory.
     memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    # Some Linux kernels are built without huge pages. Small pages are slower, but correct.
+    # Ignore the error of Linux kernels without huge pages: small pages are slower, but correct.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
     return memory, first + offset
@@ -263,7 +263,7 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     while _dropped:
         _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
-    # Some Linux kernels do not support MADV_DONTFORK. A fork then copies the pages.
+    # Ignore the error of Linux kernels without MADV_DONTFORK: a fork then copies the pages.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)

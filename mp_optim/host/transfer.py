@@ -223,8 +223,8 @@ class CudaTransfer(Transfer):
     def upload(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
-        # A detached tensor keeps its present memory, even if the caller replaces a parameter's
-        # .data during the copy.
+        # Detach, because a detached tensor keeps its present memory, even if the caller replaces a
+        # parameter's .data during the copy.
         return self._copy(self._up, list(map(Tensor.detach, to)), list(sources), after)
 
     def wait(self, ticket: _Copies) -> None:

@@ -58,8 +58,9 @@ class WrappedOptimizer(MegatronOptimizer):
     ) -> None:
         if config.fp16 and grad_scaler is None:
             raise ValueError(
-                "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
-                "or let get_megatron_optimizer build one from the config"
+                "grad_scaler=None with fp16=True: FP16 training needs a loss scale; pass a "
+                "ConstantGradScaler or DynamicGradScaler, or let get_megatron_optimizer build one "
+                "from the config"
             )
         self.process_groups = process_groups or ProcessGroups()
         executor = executor_of(optimizer)

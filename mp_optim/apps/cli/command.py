@@ -120,7 +120,7 @@ def hf_config(path: Path) -> Any:
     """
     # transformers would look up a missing path as a name on the Hub, so the path is checked first.
     if not path.exists():
-        raise FileNotFoundError(f"--model {path}: no such file or folder")
+        raise FileNotFoundError(f"--model {path}: no such file or folder; correct the path")
     import transformers
 
     with model_errors(str(path)):

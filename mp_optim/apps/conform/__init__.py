@@ -4,7 +4,7 @@ conform``.
 The package imports torch and the checked optimizer, and nothing else of mp_optim.
 """
 
-# Importing these modules fills CHECKS.
+# Import these modules, because each module registers its checks in CHECKS.
 from mp_optim.apps.conform import groups, resume, steps, tensors  # noqa: F401
 from mp_optim.apps.conform.kit import CHECKS, Subject
 from mp_optim.apps.conform.runner import command_of, run

@@ -309,7 +309,8 @@ class Subject:
 
         def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
             optimizer: Any = factory(params, **{**self.settings, **settings})
-            # Schedule-Free optimizers average weights, and step only after a call of train().
+            # Call train(), because optimizers that average weights (Schedule-Free) step only
+            # in this mode.
             if callable(getattr(optimizer, "train", None)) and hasattr(optimizer, "eval"):
                 optimizer.train()
             return optimizer  # type: ignore[no-any-return]

@@ -334,7 +334,8 @@ def export_state(optimizer: SlotKeyedOptimizer) -> ForeignState:
             if key not in (REMAINDER, AVERAGE)
         }
         state[name] = {key: _gathered(value) for key, value in found.items()}
-        # Other libraries' Adam stores exp_avg even with beta1=0, and does not read it.
+        # Without a first moment (beta1=0), export zeros, because the Adam of other libraries always
+        # stores exp_avg.
         if "exp_avg_sq" in found:
             zeros = torch.zeros_like(state[name]["exp_avg_sq"])
             state[name].setdefault("exp_avg", zeros)

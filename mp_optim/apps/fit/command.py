@@ -125,7 +125,7 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"--{name} {text}: write a size such as 24GB or 1.5TB")
+        raise ValueError(f"--{name} {text}: this is not a size; write a size such as 24GB or 1.5TB")
     power = _UNITS[match[2].upper()]
     is_decimal = decimal and not match[2].upper().endswith("IB")
     return int(float(match[1]) * (1000 ** (power // 10) if is_decimal else 2**power))

@@ -76,8 +76,8 @@ def _is_of_distributed(sharding_type: str | None) -> bool:
     """
     if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
         raise ValueError(
-            f"{SHARDING_TYPE}={sharding_type!r}: only {_RESHARDABLE!r} is supported "
-            "(--dist-ckpt-optim-fully-reshardable)"
+            f"{SHARDING_TYPE}={sharding_type!r}: only {_RESHARDABLE!r} is supported; "
+            "pass --dist-ckpt-optim-fully-reshardable"
         )
     return sharding_type is not None
 

@@ -68,8 +68,8 @@ def get_megatron_optimizer(
     """
     if dump_param_to_param_group_map is not None:
         raise ValueError(
-            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: print "
-            "optimizer.describe() instead, and leave the argument unset"
+            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: is not "
+            "supported; leave the argument unset, and print optimizer.describe() instead"
         )
     if type(model_chunks[0]).__name__ == "MimoModel":
         raise ValueError(

@@ -117,7 +117,7 @@ class TritonBackend(ReferenceBackend):
             numbers: list[Any] = [_TRIED]
             if one.each is not None:
                 numbers = [[_TRIED_EACH] * len(some.grad)]
-            # reference gets the multiplier as a number, and no flag.
+            # Only the kernels support a multiplier on the device and a flag that skips the step.
             if backend is self:
                 if isinstance(one.multiplier, Tensor):
                     pair = torch.tensor([_TRIED, 0.0], device="cpu").to(device)
