@@ -166,8 +166,8 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's path to an OSError that the context raises, because the error of a full disk
-    has no path."""
+    """Return a context that adds the file's path to an OSError in the block, because the error of a
+    full disk has no path."""
     try:
         yield
     except OSError as error:

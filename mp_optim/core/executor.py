@@ -100,8 +100,8 @@ class Executor:
         """
 
     def all_groups(self) -> list[ParamGroups]:
-        """Return the param groups of this executor and of the executors below it. The settings of
-        these groups stay equal."""
+        """Return the param groups of this executor and of the executors below it. Groups with the
+        same index have equal settings."""
         return [self.param_groups]
 
     def use_mark(self, mark: StepMark) -> None:

@@ -167,7 +167,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def check_lists(self) -> None:
         """Raise ValueError if the caller added or removed groups or parameters by editing the
-        lists; the message has the first group."""
+        lists; the message names the first such group."""
         sizes = sizes_of(self._live_groups)
         if self._sizes and sizes != self._sizes:
             raise edited_lists(sizes, self._sizes)
@@ -435,9 +435,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         so a refused state dict changes nothing.
 
         Load the model's weights first. If a parameter differs from its loaded main param (rounded),
-        the parameter is overwritten, with a warning. A remainder is valid only with the weights
-        with which it was saved. If the model has other weights, the first step or read of state
-        raises.
+        the parameter is overwritten, with a warning. A remainder (lower bits of a main param)
+        is valid only with the weights with which it was saved. If the model has other weights, the
+        first step or read of state raises.
 
         Args:
             state_dict: a state dict of this package.
@@ -520,7 +520,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 def load_checked(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], *, convert: bool = False
 ) -> list[str]:
-    """Load a state dict, as ``load_state_dict`` does, but without a warning.
+    """Load a state dict, as ``load_state_dict`` does, but do not warn of overwritten parameters.
 
     Returns:
         The names of the parameters that were overwritten with the loaded main params.

@@ -161,8 +161,9 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
     """Return the checksum of each slot that has one in the saved groups.
 
-    ``torch.distributed.checkpoint`` replaces indices by names and may reorder them, but does not
-    reorder the list of checksums. So checksums are used only if the saved index is an integer.
+    ``torch.distributed.checkpoint`` replaces the indices of parameters by names and may reorder the
+    names, but does not reorder the list of checksums. So checksums are used only if the saved index
+    is an integer.
     """
     known: dict[int, int] = {}
     for group in saved:

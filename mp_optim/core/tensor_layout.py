@@ -334,7 +334,7 @@ class ShardRegion:
 
 def region_of(param: Tensor) -> ShardRegion:
     """Return the elements of the whole parameter that a tensor has: a box for a DTensor, a flat
-    range for a tensor with such a ``ShardInfo``, and all elements for any other tensor."""
+    range if the tensor's ``ShardInfo`` describes one, and all elements for any other tensor."""
     if is_dtensor(param):
         splitting = [isinstance(each, _splitting_placements()) for each in param.placements]
         copied = [each.is_replicate() for each in param.placements]

@@ -257,7 +257,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
-    """Copy the model's value into each element of a main param that does not round to that value.
+    """Replace each element of a main param that does not round to the model's value by that value.
     Other elements keep their extra bits. Waits for the tensors' devices.
 
     Args:
@@ -286,7 +286,7 @@ def continue_from(
     *,
     may_read: bool = True,
 ) -> None:
-    """Copy the model's value into each element of main params that does not round to that value.
+    """Replace each element of main params that does not round to the model's value by that value.
 
     Does not wait for accelerators. NaN equals NaN; all other values are compared bit for bit.
 

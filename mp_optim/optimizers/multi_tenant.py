@@ -250,7 +250,7 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
     def restore_tenant(self, name: str) -> None:
         """Move main params and state of an offloaded tenant back, and delete its file.
 
-        Parameters that were written meanwhile keep their values, as between any two steps.
+        Parameters that were written meanwhile keep their values.
 
         Raises:
             OSError: the file cannot be read; the tenant stays offloaded.
@@ -324,8 +324,8 @@ def _place(param: Tensor) -> tuple[torch.device, int]:
 
 
 def _has_hooks(tenant: StackOptimizer) -> bool:
-    """True if a tenant's ``step`` must be called by itself, because of hooks or a patch of
-    ``step``. The patch of a torch scheduler does not count, because it only sets
+    """True if a tenant cannot be stepped together with other tenants, because it has hooks or a
+    patch of ``step``. The patch of a torch scheduler does not count, because it only sets
     ``_opt_called``."""
     patch = vars(tenant).get("step")
     is_patched = patch is not None and not hasattr(patch, "_wrapped_by_lr_sched")

@@ -300,8 +300,8 @@ def _of_construction(
 
 
 def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
-    """Copy hyperparameters of the wrapper that the caller did not give, and set ``main_param`` of
-    the model's parameters as Megatron does."""
+    """Copy hyperparameters that the caller did not give from the wrapper's groups, and set
+    ``main_param`` of the model's parameters as Megatron does."""
     shards = optimizer.shards
     optimizer.defaults.update(shards.defaults)
     shown = shown_mains_of(optimizer)
