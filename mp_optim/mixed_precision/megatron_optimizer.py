@@ -1,4 +1,4 @@
-"""MegatronOptimizer: the methods that every stack offers to its caller.
+"""MegatronOptimizer: the methods of every stack. A stack is an optimizer with all its layers.
 
 The step is in :mod:`mp_optim.mixed_precision.step`; ``docs/design.md`` follows a step to the
 kernel.

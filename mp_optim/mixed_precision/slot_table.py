@@ -88,8 +88,8 @@ class SlotTable:
         split_over: process groups over which the parameter is sharded.
         first: index of each group's first slot.
 
-    NOTE: code that writes a column calls ``StepMark.invalidate_plans()``, which makes all facts
-    stale that were derived from the columns.
+    NOTE: code that writes a column calls ``StepMark.invalidate_plans()``, which makes all
+    cached values stale that were derived from the columns.
     """
 
     executor: Executor
@@ -122,12 +122,12 @@ class SlotTable:
         return bits_of(param) if self.quantized[index] else local_tensor(param)
 
     def reuse(self, name: str, make: Callable[[], T]) -> T:
-        """Return a fact that is derived from the columns. It is computed at the first call, and
-        again after ``StepMark.invalidate_plans()``.
+        """Return a cached value that is derived from the columns. The first call computes the
+        value, and the first call after ``StepMark.invalidate_plans()`` computes it again.
 
         Args:
-            name: name of the fact.
-            make: function that computes the fact.
+            name: cache key of the value.
+            make: function that computes the value.
         """
         if self._source is not (present := self.executor.step_mark.plan_key):
             self._facts, self._source = {}, present

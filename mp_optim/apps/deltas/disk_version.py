@@ -88,7 +88,7 @@ def payload_file(payloads: Mapping[str, bytes], metadata: Mapping[str, str]) -> 
 
 
 def write_folder(target: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder under another name, and rename it when all of its files are written."""
+    """Write a folder under a temporary name, and rename it to ``target`` when it is complete."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -95,7 +95,7 @@ def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def lamb_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Step the main params by LAMB, with each tensor's ratio in ``made``."""
+    """Step the main params by LAMB, with each tensor's ratio in ``chunk.made``."""
     each_tile(_lamb_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
 
 
@@ -148,7 +148,7 @@ def _momentum_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
 
 @triton.jit
 def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Step the main params by Muon, with each tensor's factor in ``made``."""
+    """Step the main params by Muon, with each tensor's factor in ``chunk.made``."""
     each_tile(_muon_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
 
 
