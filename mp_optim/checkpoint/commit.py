@@ -150,7 +150,7 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
     if not is_plain_name(name):
         raise ValueError(
             f"{named_by} names {name!r}, which is a path instead of the name of a file or folder "
-            f"in {folder}"
+            f"in {folder}; load another version"
         )
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
