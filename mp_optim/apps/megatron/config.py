@@ -62,7 +62,7 @@ _ignored = partial(Meaning, Kind.WITHOUT_EFFECT)
 _refused = partial(Meaning, Kind.REFUSED)
 _streamed = partial(Meaning, Kind.STREAMED)
 
-_MOMENT = _noted("float16 and uint8 have a scale for each block of 256, not one for all")
+_MOMENT = _noted("float16 and uint8 have one scale for each block of 256 elements")
 _SOAP = _ignored('read by optimizer="soap", which is refused')
 _ADAPTIVE = _ignored(
     'read by optimizer="adaptive_muon", which is refused; muon_moment2_method is NorMuon by rows'
@@ -95,23 +95,23 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         ),
         "main_params_dtype": _noted("float32; others are refused"),
         "exp_avg_dtype exp_avg_sq_dtype": _MOMENT,
-        "loss_scale": _noted("with muon and lion too, where Megatron drops it"),
+        "loss_scale": _noted("with muon and lion, too, where Megatron ignores the field"),
         "muon_nesterov": Meaning(Kind.RENAMED, name="muon_use_nesterov"),
         "muon_fp32_matmul_prec": _noted("medium, highest; high is refused"),
         "muon_coefficient_type": _noted("simple, quintic, polar_express; others are refused"),
         "muon_tp_mode": Meaning(
             Kind.SAME,
-            "distributed is taken as duplicated: either is of the whole matrix",
+            "distributed runs as duplicated: both orthogonalize the whole matrix",
             values=MappingProxyType({"distributed": "duplicated"}),
         ),
         "muon_use_syrk": _ignored("another kernel for the same product"),
         "lion_beta1 lion_beta2": _noted(
-            'with optimizer="lion" too, where Megatron reads those of Adam'
+            'with optimizer="lion", too; Megatron reads adam_beta1 and adam_beta2'
         ),
         "soap_shampoo_beta soap_use_kl_shampoo": _SOAP,
         "adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps": _ADAPTIVE,
         "use_layer_wise_distributed_optimizer": _noted(
-            "Megatron's DDP lays whole matrices out by rank; with the bare module, buckets here do"
+            "each rank stores whole matrices, in Megatron's DDP or in buckets of this package"
         ),
         "use_layer_wise_param_layout": _ignored(
             "the layout of the buffers of Megatron's DDP decides"

@@ -86,13 +86,13 @@ halved = torch.compile(lambda x: x.mul_(0.5), backend="aot_eager")
 
 WRITERS: dict[str, Writer] = {
     "`mul_` and every other operation in place": lambda t: t.mul_(0.5),
-    "the same to `tensor.detach()` or a view": lambda t: local(t).detach()[:1].zero_(),
+    "operations in place on `tensor.detach()` or a view": lambda t: local(t).detach()[:1].zero_(),
     "`tensor[i] = value`": put,
     "`out=tensor`": lambda t: torch.mul(t.detach(), 0.5, out=t),
     "`copy_` in `torch.inference_mode()`": in_inference_mode,
     "`torch._foreach_*_`": lambda t: torch._foreach_mul_([t], 0.5),
     "`torch.compile`d operations in place": lambda t: halved(local(t)),
-    "`torch.library` operation, `mutates_args` right": lambda t: declared_op(local(t)),
+    "`torch.library` operations with `mutates_args`": lambda t: declared_op(local(t)),
     "`tensor.set_(...)`": lambda t: t.set_(t.detach() * 0.5),
     "`tensor.data = ...`": exchange_data,
     "`torch.utils.swap_tensors`": exchange,
