@@ -175,7 +175,8 @@ class Hyperparameter:
         name: name in constructors and param groups.
         allowed: check of values in constructors and param groups; None if the code of the rule
             checks values.
-        default: default of the rule's class.
+        default: default of :class:`~mp_optim.rules.rule_optimizer.RuleOptimizer`. A class such as
+            ``mp_optim.Lion`` may have another one.
         fields: fields of the config with the value, and their checks; several fields make a tuple.
         per_group: True if a param group may have its own value.
     """

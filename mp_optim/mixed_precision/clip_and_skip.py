@@ -437,15 +437,15 @@ def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
 
 # -- counts ---------------------------------------------------------------------------------------
 #
-# A skipped step writes no parameter, moment, average or step count of a slot. It does change the
+# A skipped step changes no parameter, moment, average or step count of a slot. It does change the
 # loss scale, the skip rule's window, the speculation record and ``StepCounts``.
 #
 # There are two kinds of counts:
 #
 # - ``StepCounts`` below counts the steps of a stack, and the skipped steps by cause. The members of
 #   a composite share the counts of the composite.
-# - ``GroupState.count`` counts the steps of a slot (the state ``step``). Bias corrections and
-#   random numbers depend on this count.
+# - ``GroupState.steps`` has the number of steps of each slot (the state ``step``). Bias corrections
+#   and random numbers depend on this count.
 #
 # A skipped step must not change the count of a slot:
 #

@@ -127,10 +127,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Take one step. Return a :class:`~mp_optim.mixed_precision.clip_and_skip.StepResult`, or
         the closure's loss if a closure is given.
 
-        A step changes nothing except the loss scale in three cases: a gradient holds an inf or nan,
-        the gradient norm exceeds ``config.grad_norm_skip_threshold``, or the skip rule finds a
-        spike. A skipped step is logged, and ``StepResult.reason`` has the reason. A step without
-        any gradient and several skipped steps in a row cause a warning.
+        A step changes no parameter and no state of a parameter in three cases: a gradient holds an
+        inf or nan, the gradient norm exceeds ``config.grad_norm_skip_threshold``, or the skip rule
+        finds a spike. A skipped step is logged, and ``StepResult.reason`` has the reason. A step
+        without any gradient and several skipped steps in a row cause a warning.
 
         Args:
             closure: function that computes the loss and the gradients and returns the loss; None if

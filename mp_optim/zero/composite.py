@@ -32,7 +32,7 @@ from mp_optim.zero.transport import Reducer
 
 _SUMMED = (
     "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
-    "speculation_(hits|redone|stale)$"
+    "speculation_(hits|redone)$|stale_buckets$"
 )
 """Metrics that are added up over the members. For all other metrics the first member's value is
 returned."""

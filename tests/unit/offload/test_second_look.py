@@ -175,3 +175,17 @@ def test_offload_modes_give_equal_bits_when_fsdp_gradients_are_clipped_outside(l
         assert (metrics["stale_buckets"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_metrics_count_stale_buckets_of_all_members_when_expert_gradients_change(mode):
+    model, optimizer = build_mode(mode, fraction=1.0, adversarial=False, clip_grad=0.0)
+
+    def then(model: nn.Module, step: int) -> None:
+        finish_backward_work(optimizer)
+        model.experts["up"].grad.neg_()
+
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        run(model, optimizer, 2, after_backward=then)
+    assert optimizer.metrics()["stale_buckets"] == 2
