@@ -166,7 +166,7 @@ NAMES = {
     st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_unpickler_calls_and_changes_no_global(found, changes):
+def test_unpickler_calls_and_changes_no_global_when_a_pickle_names_one(found, changes):
     module, name = found
     own = vars(sys.modules[module]).get(name)
     before = dict(vars(own)) if isinstance(own, type) else None

@@ -56,7 +56,9 @@ ENTRY_POINTS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("attribute", REFUSED)
-def test_optimizer_names_the_parameter_attribute_when_not_supported(attribute, entry_point):
+def test_optimizer_names_a_parameter_attribute_when_the_attribute_is_not_supported(
+    attribute, entry_point
+):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if entry_point == "bf16":
         model.bfloat16()

@@ -153,7 +153,7 @@ def test_direct_file_keeps_source_memory_until_the_write_ends(tmp_path):
         (sys.executable, "the path is not a folder; choose another"),
     ],
 )
-def test_direct_file_names_the_folder_when_not_writable(folder, said):
+def test_direct_file_names_the_folder_when_the_folder_is_not_writable(folder, said):
     with pytest.raises(OSError, match=said) as error:
         DirectFile(folder, 10)
     assert folder in str(error.value)

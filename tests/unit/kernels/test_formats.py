@@ -168,7 +168,7 @@ def test_codecs_store_finite_values_as_finite(dtype, noise):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
-def test_noise_of_a_derived_stream_has_the_words_of_its_stream_at_its_offset(seed, stream, start):
+def test_noise_has_equal_random_words_when_its_stream_contains_the_offset(seed, stream, start):
     part, device = Noise(seed, stream, start), torch.device("cpu")
     whole = Noise(seed, part.own_stream)
     assert torch.equal(part.words(300, device), whole.words(300, device))

@@ -110,7 +110,7 @@ def test_kernels_have_bits_of_reference_for_every_dtype(kernels, case):
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
-def test_kernels_step_parts_with_noise_and_averages_without_calling_reference(
+def test_kernels_step_shards_without_reference_when_rounding_is_stochastic(
     kernels, rule, monkeypatch
 ):
     compact = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))

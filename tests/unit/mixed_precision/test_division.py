@@ -15,7 +15,7 @@ from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 
 
-def test_cuda_division_mode_multiplies_by_reciprocal_of_a_number():
+def test_simulated_cuda_division_multiplies_by_the_reciprocal_when_the_divisor_is_a_number():
     values = torch.arange(1.0, 1000.0)
     with DividesAsCuda() as mode:
         off = values / 3.0
@@ -43,7 +43,7 @@ def coefficients() -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [float8_scales, mean_of_sums, coefficients])
-def test_quotients_have_host_bits_in_the_cuda_division_mode(compute):
+def test_quotients_have_host_bits_when_cuda_division_is_simulated(compute):
     expected = compute()
     with DividesAsCuda():
         assert torch.equal(compute(), expected)
@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "rule"), CASES)
-def test_step_has_host_bits_in_the_cuda_division_mode(precision, rule):
+def test_step_has_host_bits_when_cuda_division_is_simulated(precision, rule):
     on_host = state_after(precision, rule, contextlib.nullcontext())
     as_cuda = state_after(precision, rule, DividesAsCuda())
     assert len(on_host) == len(as_cuda)

@@ -138,7 +138,7 @@ def test_dynamic_scaler_grows_and_backs_off_within_its_limits():
         ("growth_factor", 1.0),
     ],
 )
-def test_dynamic_scaler_names_the_argument_when_invalid(argument, value):
+def test_dynamic_scaler_names_the_argument_when_its_value_is_invalid(argument, value):
     good = {
         "initial_scale": 16.0,
         "min_scale": 1.0,

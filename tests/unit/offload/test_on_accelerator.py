@@ -15,7 +15,7 @@ SUITES = (
 WITHOUT_A_WAIT = """
 import torch
 
-def test_without_a_wait():
+def test_copy_is_read_without_a_wait():
     there = 2 * torch.ones(4)
     here = torch.empty(4, device="cpu").copy_(there, non_blocking=True)
     assert here.tolist() == [2.0] * 4

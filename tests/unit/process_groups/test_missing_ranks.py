@@ -39,7 +39,7 @@ def test_missing_ranks_error_names_exactly_the_silent_ranks(outcomes, scenario):
         assert found["seconds"] < SECONDS + PATIENCE + waits, found
 
 
-def test_missing_ranks_keeps_errors_raised_outside_of_collectives():
+def test_naming_missing_ranks_keeps_an_error_when_no_collective_raised_it():
     with one_rank():
         with (
             pytest.raises(RuntimeError, match="Connection timed out") as raised,

@@ -49,7 +49,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("blocks", [(), (1, 1), (5, 1), (5, 7), (2, 3), (3, 2), (5, 3)])
-def test_float8_scale_is_the_largest_magnitude_of_each_block(
+def test_float8_scale_gives_the_largest_magnitude_of_each_block_the_largest_code(
     dtype: torch.dtype, blocks: tuple[int, ...]
 ) -> None:
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10

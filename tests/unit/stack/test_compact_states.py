@@ -13,7 +13,7 @@ from support.models import COMPACT, build, train
 from support.offload import differing, state_of
 
 
-def test_full_precision_8bit_state_loads_without_convert():
+def test_8bit_state_loads_without_convert_when_saved_in_full_precision():
     """Stochastic rounding gives the largest value of a block the second largest code in some of
     2,000 blocks."""
     built = [nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16)) for _ in range(2)]

@@ -39,7 +39,7 @@ def test_doctor_shows_whether_each_backend_is_usable_and_exact(text):
 
 
 @pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
-def test_doctor_shows_the_instruction_set(text):
+def test_doctor_shows_the_instruction_set_when_native_kernels_are_usable(text):
     assert f"native kernels {native_library().level} of" in " ".join(text.split())
     assert row_of(text, "native")[2:4] == ["yes", "yes"]
 
@@ -59,5 +59,5 @@ def test_doctor_names_the_cause_when_native_kernels_are_missing():
 
 
 @pytest.mark.gpu
-def test_doctor_shows_the_gpu(text):
+def test_doctor_shows_the_gpu_when_cuda_is_available(text):
     assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text
