@@ -369,33 +369,41 @@ def as_metadata(index: Index, folder: Path) -> bytes:
     """Return the content of ``.metadata``, from which ``torch.distributed.checkpoint`` reads the
     tensors. Tensors with equal metadata share one object, so that the pickle stores the object
     once."""
-    from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
-    tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
-    where: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    alike: dict[tuple[object, ...], dcp.TensorStorageMetadata] = {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    alike: dict[tuple[object, ...], TensorStorageMetadata] = {}
     for name, saved in index.entries.items():
         cut = tuple(box.place for box in saved.boxes)
         metadata = alike.get((saved.dtype, saved.shape, cut))
         if metadata is None:
             chunks = [
-                dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 for offsets, sizes in cut
             ]
-            metadata = dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks
+            metadata = TensorStorageMetadata(
+                TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), chunks
             )
             alike[saved.dtype, saved.shape, cut] = metadata
         tensors[name] = metadata
         for number, (box, chunk) in enumerate(zip(saved.boxes, metadata.chunks, strict=True)):
             before = len(header(saved.dtype, box.place.sizes))
-            where[dcp.MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
+            where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
                 box.file, box.start - before, box.length + before
             )
     paths = {name: (name,) for name in tensors}
-    storage = dcp.StorageMeta(checkpoint_id=str(folder))
-    return pickle.dumps(dcp.Metadata(tensors, paths, where, storage))
+    storage = StorageMeta(checkpoint_id=str(folder))
+    return pickle.dumps(Metadata(tensors, paths, where, storage))
 
 
 # -- tensors in data files ------------------------------------------------------------------------

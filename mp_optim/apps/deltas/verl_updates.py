@@ -106,7 +106,13 @@ def verl_flushes(
         ValueError: parts are missing, a full publication lacks elements, or a weight cannot be
             sent: it is in 8 bits, has 2**31 elements or more, or has a NaN, which marks unchanged
             elements in verl's receivers.
+        RuntimeError: this version of torch has no ``torch.hash_tensor``.
     """
+    if not hasattr(torch, "hash_tensor"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no hash_tensor, with which verl's receivers check "
+            "flushes; install the torch version of the rollout workers"
+        )
     parts = complete_parts(delta)
     pieces: list[WeightPatch] = []
     for patches in patches_by_name(parts).values():
@@ -192,7 +198,9 @@ def _named_tensors(
 
 
 def _hash(tensor: Tensor) -> int:
-    return int(torch.hash_tensor(tensor).item()) if tensor.numel() else 0
+    # torch 2.6 does not have this function.
+    checksum = getattr(torch, "hash_tensor")  # noqa: B009
+    return int(checksum(tensor).item()) if tensor.numel() else 0
 
 
 def _name_of(dtype: torch.dtype) -> str:

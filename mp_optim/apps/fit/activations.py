@@ -345,8 +345,10 @@ def hf_loss(seq: int, size: int = 1) -> Callable[[nn.Module], Tensor]:
                 "returns the model and a function that computes its loss"
             )
         # Tell transformers that each row is one sequence, as with real data. transformers cannot
-        # read this from fake tensors, and would allocate masks that training does not have.
-        with patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+        # read this from fake tensors, and would allocate masks that training does not have. A mock
+        # would keep its arguments, and so the memory of a tensor.
+        name = "find_packed_sequence_indices"
+        with patch.object(masking_utils, name, lambda position_ids: None):
             return model(**given).loss  # type: ignore[no-any-return]
 
     return loss_of

@@ -223,7 +223,7 @@ def test_failed_background_save_is_raised_once_by_wait_or_by_the_next_save(
         assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 1}
     assert names(tmp_path) == ["latest", "version-1"]  # The failed version leaves no files.
     if not waited:
-        with pytest.raises(RuntimeError, match=r"background of .*version-2 failed.*No space"):
+        with pytest.raises(RuntimeError, match=r"background save of .*version-2 failed.*No space"):
             checkpoint.save(tmp_path, *trained, extra={"n": 3})
     checkpoint.save(tmp_path, *trained, extra={"n": 4})
     assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 4}
