@@ -232,7 +232,7 @@ class ConfigFields:
     pin_cpu_grads: bool = True
     """True to pin the staging memory for gradients and parameters."""
     pin_cpu_params: bool = True
-    """True to pin the main params in host memory."""
+    """True to pin the main params in host memory, and streamed state."""
     use_distributed_optimizer: bool = False
     """True to reduce gradients over the data-parallel ranks, and to keep main params and state
     only for this rank's shard (ZeRO)."""
