@@ -164,7 +164,7 @@ def ours(device: torch.device) -> str:
 
 
 def many(rate: Rate, numel: int, rounds: int) -> Section:
-    section = Section("Many tensors: the full step, and how many times large tensors'")
+    section = Section("Many tensors: the full step, relative to large tensors")
     for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
         kinds = {f"{backend}: {kind}": sizes_of(numel, kind) for kind in ("large", "small", "moe")}
         builds = {name: partial(full_step, rate, backend, sizes) for name, sizes in kinds.items()}

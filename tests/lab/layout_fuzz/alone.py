@@ -180,4 +180,5 @@ class _Alone:
             if "averaged_param" in state and state["step"] > 0:
                 average = state["averaged_param"].to(self.model.get_parameter(name).dtype)
                 outcome.tensors[f"averaged/{name}"] = average.clone()
-        outcome.digest = self.optimizer.step_digest(sample=1).value
+        digest = self.optimizer.step_digest(sample=1, per_tensor=True)
+        outcome.digest = digest.per_tensor

@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any
@@ -65,7 +65,7 @@ class Outcome:
         losses: of each step and micro-batch; None where this rank used nothing.
         tensors: parameters (their averages, too), main params and state by name; whole where they
             are DTensors or flat shards.
-        digest: of all parameters and state, by ``step_digest``.
+        digest: digest of each parameter and state tensor, by its name in a checkpoint.
     """
 
     error: str = ""
@@ -77,7 +77,7 @@ class Outcome:
     successes: list[bool] = field(default_factory=list)
     zeros: list[int | None] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    digest: int | None = None
+    digest: Mapping[str, int] = field(default_factory=dict)
 
 
 def config_of(case: Case, layout: Layout) -> OptimizerConfig:
@@ -394,7 +394,8 @@ class _Run:
                     tensors[f"state/{part.slot_name(slot)}/{key}"] = _whole(
                         torch.as_tensor(value), group
                     )
-        self.outcome.digest = self.optimizer.step_digest(sample=1).value
+        digest = self.optimizer.step_digest(sample=1, per_tensor=True)
+        self.outcome.digest = digest.per_tensor
 
     def _read_model(self, kind: str) -> None:
         for name, param in self.model.named_parameters():
