@@ -112,14 +112,13 @@ class DoubleBuffer:
         return self.blocks[True].capacity, self.blocks[False].capacity
 
     def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
-        """Return launches into the back buffer. Return none if a tensor is not contiguous,
-        because such a tensor would be stepped as a copy."""
+        """Return launches into the back buffer. Return none if a launch cannot step into it."""
+        if not all(map(_fits, launches)):
+            return []
         self.reserve()
         found = []
         for planned in launches:
             lists, count = planned.lists, len(planned.positions)
-            if planned.mains is not lists.main or planned.outputs is not lists.output:
-                return []
             names, live = (MAIN, *lists.state), _stepped(planned)
             keys = [(planned.group, where, name) for name in names for where in planned.positions]
             backs = [self._pair(key, each).back for key, each in zip(keys, live, strict=True)]
@@ -166,6 +165,18 @@ def _inputs(planned: Launch) -> tuple[object, ...]:
     columns = map(list, (plan.streams, plan.shard_groups, plan.layouts))
     shared = planned.device, planned.step, planned.multiplier, list(planned.lists.state)
     return planned.group, planned.positions, planned.settings, shared, *columns
+
+
+def _fits(launch: Launch) -> bool:
+    """True if a launch can step into a back buffer.
+
+    A tensor that is not contiguous would be stepped as a copy. A parameter that was cut has smaller
+    gradients than main params, and the step refuses it.
+    """
+    lists = launch.lists
+    in_place = launch.mains is lists.main and launch.outputs is lists.output
+    sizes = zip(lists.grad, lists.main, strict=True)
+    return in_place and all(grad.numel() == main.numel() for grad, main in sizes)
 
 
 def _stepped(planned: Launch) -> list[Tensor]:
