@@ -282,7 +282,7 @@ def read_index(version: Path, files: Files) -> Index:
             if not is_plain_name(name) or name not in sizes:
                 raise ValueError(f"the file {name!r} of the index is not in the manifest")
             if len(blocks) != -(-sizes[name] // BLOCK_BYTES) or not _are_counts(blocks):
-                raise ValueError(f"checksums of MiBs of the file {name} are missing")
+                raise ValueError(f"the index does not have one checksum for each MiB of {name}")
         entries = {}
         for name, entry in plain["entries"].items():
             entries[name] = _checked_entry(name, entry, names, sizes)

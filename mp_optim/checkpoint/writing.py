@@ -199,7 +199,8 @@ def _check_agreement(
 
 
 class Item(NamedTuple):
-    """A box to write. ``content`` is a tensor with the elements, or a lease of their memory."""
+    """A box (slice of the tensor ``entry``) that this rank writes. ``content`` has the elements: a
+    tensor, a lease of their host memory, or the staged copy of an accelerator's tensor."""
 
     entry: Held
     place: Box

@@ -240,10 +240,11 @@ class RuleSpec:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Names of the hyperparameters that a param group may override, except rates and decays.
+        """Names of the rule's own hyperparameters that a param group may override. ``lr`` and
+        ``weight_decay``, which every rule allows, are not listed.
 
-        A rule that is muon's ``muon_scalar_optimizer`` takes only these hyperparameters from the
-        config.
+        If the optimizer is muon, the rule named by ``muon_scalar_optimizer`` takes only these
+        hyperparameters from the config.
         """
         return tuple(each.name for each in self.hyperparameters if each.per_group)
 

@@ -131,8 +131,8 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
         stored: stored tensor, 1-D.
         scale: FP32, shape (ceil(numel / 256),), for block formats; else None.
         second: True for a second moment. Its blocks store the square root.
-        numel: number of elements of the moment; by default the number of elements of ``stored``. A
-            tensor of 4-bit codes has half as many bytes as codes.
+        numel: number of elements of the moment; by default the number of stored codes. Needed for
+            4-bit codes, of which a byte holds two and the last bytes may be padding.
     """
     if scale is None:
         return stored.float()

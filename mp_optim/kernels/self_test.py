@@ -61,7 +61,8 @@ class SelfTest:
 
 @in_own_modes
 def prove(backend: Backend, device: torch.device) -> SelfTest:
-    """Test a backend on a device. An exception of the backend makes the backend unusable."""
+    """Test a backend on a device, and return the result. The result says that a backend that
+    raises is unusable."""
     found: list[float] = []
     try:
         for form, trial in _trials(CAPABILITIES.get(backend.name, Capability())):

@@ -217,7 +217,7 @@ class ParamState(SlotState):
             self.agreement.written.add(self.slot)
         super().load(state)
 
-    # -- remainders belong to the parameters they were saved with ---------------------------------
+    # -- remainders, checked against the saved parameters -----------------------------------------
 
     def _keeps_remainder(self) -> bool:
         return REMAINDER in self.store.live_state(self.slot)

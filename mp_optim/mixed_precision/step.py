@@ -537,10 +537,10 @@ class WrappedGrads(StepGrads):
 
 
 def _measure_together(several: Sequence[WrappedGrads]) -> None:
-    """Measure the gradients of several wrappers in one pass for each backend and device.
+    """Compute the sums of squares of several wrappers' gradients in one pass for each backend and
+    device. The results are bitwise equal to those of one pass per wrapper.
 
-    The sums of squares have the bits of separate passes. If backward measured a gradient of a
-    wrapper, the wrapper's gradients are left out.
+    Leave out a wrapper if one of its gradients was handled during backward.
     """
     alike: dict[tuple[str, torch.device], list[tuple[WrappedGrads, CachedTensorList]]] = {}
     for each in several:

@@ -36,7 +36,7 @@ class WrappedOptimizer(MegatronOptimizer):
         optimizer: any torch optimizer over the model's parameters. An optimizer of this package
             steps gradients of any dtype in one pass; any other optimizer gets FP32 ``.grad``.
         config: see :class:`mp_optim.OptimizerConfig`.
-        grad_scaler: loss scale; None for 1, which ``fp16=True`` does not allow.
+        grad_scaler: loss scale; None for a scale of 1, which ``fp16=True`` does not allow.
         init_state_fn: ignored, for compatibility with Megatron; :meth:`init_state` allocates state.
         process_groups: the ranks that agree on the gradient norm; by default this process alone.
 

@@ -87,9 +87,9 @@ class WeightChanges(WeightObserver):
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
         once = self._exposed.union(filter(self._sums.knows, range(self._count)))
-        # Any other parameter has a checksum only because a caller got its state tensors, and may
-        # write to these tensors. Compare the checksum once, and then drop the checksum. Parameters
-        # in _alone() keep their checksums.
+        # Parameters in _alone() keep their checksums. Each remaining parameter has a checksum only
+        # because a caller holds its state tensors and may write to them. Compare this checksum
+        # once, then drop it.
         once.difference_update(self._alone(frozen=True))
         for index in once:
             if self._sums.changed([index], [self._table.weight_at(index)]):

@@ -2,11 +2,11 @@
 
 Each matrix has an owner, the rank that orthogonalizes it. All ranks send their parts of a matrix to
 its owner, and the owner sends parts of the result back. One all-to-all sends a batch of matrices.
-Several process groups can span the ranks as a grid. Then each axis of the grid has an all-to-all,
-one after the other, so no further process group is needed.
+If several process groups span the ranks as a grid, one all-to-all runs along each axis in turn, so
+no process group over all ranks is needed.
 
 NOTE: batches overlap. While the products of a batch are computed, parts of the next batch are
-received and results of the previous batch are sent. All ranks start collectives in one order,
+received and results of the previous batch are sent. All ranks start collectives in the same order,
 because all compute the same plan (:func:`plan_exchange`).
 """
 

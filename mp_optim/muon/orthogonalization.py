@@ -408,8 +408,8 @@ class _Param:
         """
         matrices, _, columns = self.shape
         sums = digits_to_values(digits, top)
-        # NOTE: divide by a tensor. For a division by a number, a GPU multiplies by the reciprocal,
-        # which gives other bits.
+        # Divide by a tensor. For a division by a number, a GPU multiplies by the reciprocal, which
+        # gives other bits.
         count = sums.new_full((), max(columns * self._ranks(1), 1))
         fresh = sums.div(count).mul_(1.0 - rule.beta2)
         self.moment.copy_(self.moment.double().mul_(rule.beta2).add_(fresh))

@@ -584,7 +584,8 @@ class Worker:
             label, future = self._begun[0]
             if (error := future.exception()) is not None:
                 self.discard()
-                # Start another thread next time, because a failed start leaves the pool unusable.
+                # Start a new thread for the next job: if the set-up of this thread failed, it would
+                # run jobs without its settings.
                 self._pool = None
                 raise WorkerError(
                     f"{label}: work on the host during backward failed: {error!r}. The optimizer "

@@ -42,9 +42,9 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         overlap_cpu_optimizer_d2h_h2d: True to overlap copies in both directions with the host's
             arithmetic.
         offload_mode: ``sync``: the host begins in ``step``. ``overlap``: gradients are copied to
-            the host during backward, and gradients that leave the device are measured there.
-            ``speculative``: the host also steps parameters during backward, into a back buffer of
-            main params and moments.
+            the host during backward, and the host computes the sums of squares of released
+            gradients. ``speculative``: the host also steps parameters during backward, into a
+            back buffer of main params and moments.
         offload_place: ``host``, or ``streamed``: main params and state are copied to the device
             window by window and stepped there.
         stream_window_bytes: size of a window in bytes; at most three windows are on the device at a

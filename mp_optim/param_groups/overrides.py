@@ -60,8 +60,9 @@ class ParamKey:
     Attributes:
         name: shell pattern, or patterns, of fully qualified parameter names (FQNs).
         attr: name, or names, of attributes that are truthy on matching parameters.
-        predicate: test, or tests, of a parameter.
-        with_name_predicate: test, or tests, of a parameter and its FQN.
+        predicate: one or several :class:`ParamPredicate`, called with the parameter.
+        with_name_predicate: one or several :class:`ParamWithNamePredicate`, called with the
+            parameter and its FQN.
     """
 
     name: str | tuple[str, ...] = ()

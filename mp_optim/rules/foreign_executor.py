@@ -160,8 +160,8 @@ class ForeignExecutor(Executor, StateStore):
             TypeError: the optimizer keeps data that no state dict can store. The message names the
                 data.
         """
-        # Move first, because torch's state_dict() has only state of the tensors in the param
-        # groups.
+        # Move the state of replaced tensors first, because torch's state_dict() raises KeyError for
+        # the state of a tensor that is in no param group.
         self._move_state()
         kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]

@@ -9,7 +9,7 @@ from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 
 class FusedAdam(RuleOptimizer):
-    """Adam over FP32 tensors on any device, in one pass per batch.
+    """Adam over FP32 tensors on any device. Each kernel call updates many tensors in one pass.
 
     Args:
         params: FP32 parameters, named parameters or param groups.

@@ -258,8 +258,8 @@ class GradReducer:
 
     @in_own_modes
     def finish(self) -> None:
-        """Reduce all gradients that are not yet reduced since :meth:`zero`, and wait. Collective.
-        All reducers of a chain finish together.
+        """Reduce all gradients that arrived since :meth:`zero` and are not reduced yet, and wait.
+        Collective. The call also finishes the other reducers of the chain.
 
         Afterwards this rank's shards are complete. With ``no_shard`` the gradients of all elements
         are complete.

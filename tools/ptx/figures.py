@@ -28,7 +28,7 @@ _HEADS = {
     "times_ours": "times ours",
     "of_save": "of a save",
     "host_ms": "host ms",
-    "times_one": "times large",
+    "times_one": "relative to large",
     "gparams": "Gparam/s",
     "of_model": "of model",
     "with_overflow": "with overflow",

@@ -82,8 +82,8 @@ def read(options: Options) -> foreign.ForeignState:
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--source-format {options.source_format}: {options.source} has another format "
-            f"({type(error).__name__}: {error}); pass the format of the file, or, if the state is "
-            "nested in the file, the key of the state as --key"
+            f"({type(error).__name__}: {error}); pass the file's format as --source-format. If the "
+            "state is nested in the file, pass its key as --key"
         ) from error
     return state
 

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     if not (options.state or options.main_params):
         configs = {} if own in FORMS else configs
         for name, form in FORMS.items():
-            # A rule that has no moments in a format is left out of the table.
+            # Leave out a format that the rule does not support, for which with_defaults() raises.
             with suppress(ValueError):
                 configs[name] = config if name == own else with_defaults(config, _FORM, **form)
     rows = [

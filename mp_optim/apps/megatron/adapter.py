@@ -107,7 +107,7 @@ class MegatronAdapter(torch.optim.Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return MegatronAdapter, (self.stack,)
 
-    # -- methods that torch's class has and the stack overrides
+    # -- methods that torch's class has, so that __getattr__ would not forward them to the stack
 
     def step(self, closure: Any = None) -> Any:
         """Take a step, and return ``(success, grad_norm, num_zeros_in_grad)``."""

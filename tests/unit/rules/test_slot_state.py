@@ -36,7 +36,7 @@ def test_fused_optimizer_keeps_state_when_a_param_is_replaced_by_equal_shape(cls
         optimizer.slot_state(A)
 
 
-def test_step_slots_steps_only_given_slots_and_counts_empty_params():
+def test_step_slots_steps_only_given_slots_and_increments_step_of_empty_params():
     mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
     optimizer = FusedLAMB(mains)
     optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])

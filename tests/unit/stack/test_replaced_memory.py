@@ -56,7 +56,7 @@ def by_backward(param: Tensor, value: float) -> None:
     ("gradients", "dtype"), [(by_hand, torch.float32), (by_backward, torch.bfloat16)]
 )
 @pytest.mark.parametrize("how", RESHAPES)
-def test_step_names_a_param_whose_memory_has_a_new_shape(how, dtype, gradients, place):
+def test_step_raises_with_param_name_when_its_data_has_a_new_shape(how, dtype, gradients, place):
     named = pair(dtype, 8, 8)
     optimizer = sgd(named, momentum=0.9, **place)
     optimizer.describe()  # This call builds the optimizer, so its hooks see the first backward.

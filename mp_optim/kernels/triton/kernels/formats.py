@@ -209,7 +209,8 @@ def decoded(raw, scale, ROOT: tl.constexpr):
 
 @triton.jit
 def read_moment(moment, tile, ROOT: tl.constexpr):
-    """Load a moment and return it in FP32. ROOT is True for a second moment, which stores roots."""
+    """Load a moment and return it in FP32. ROOT is True for a second moment: its block formats
+    store the square root."""
     scale = None
     if moment.scales is not None:
         scale = fetch(moment.scales, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)

@@ -229,7 +229,7 @@ def test_megatron_module_runs_a_script_with_our_factory(tmp_path):
     assert said.split() == ["mp_optim.apps.megatron.install", "__main__", "['--bf16']"]
 
 
-def test_megatron_module_passes_values_of_the_set_flag_to_the_optimizer(tmp_path):
+def test_megatron_launcher_passes_fields_of_its_set_option_to_the_optimizer(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(_OFFLOADED)
     fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")
