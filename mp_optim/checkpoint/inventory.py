@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Inventory:
             twice: True to yield a tied parameter under each of its names; False for the first name
                 only.
         """
-        read = partial(nn.Module.named_parameters, remove_duplicate=not twice)
+        read = methodcaller("named_parameters", remove_duplicate=not twice)
         return canonical_items(chunks_of(self.models), read)
 
     # -- the model --------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Inventory:
     def plain(self) -> dict[str, Any]:
         """Return the values of the model's state dict that are not tensors
         (``get_extra_state``), by name."""
-        items = canonical_items(chunks_of(self.models), lambda chunk: chunk.state_dict().items())
+        items = canonical_items(chunks_of(self.models), nn.Module.state_dict)
         return {
             self.parallel.names[name]: value
             for name, value in items
@@ -214,7 +215,7 @@ class Inventory:
         """
         parallel = self.parallel
         entries: dict[str, Tensor] = {}
-        items = canonical_items(chunks_of(self.models), lambda chunk: chunk.state_dict().items())
+        items = canonical_items(chunks_of(self.models), nn.Module.state_dict)
         for name, value in items:
             if isinstance(value, Tensor) and name not in left_out:
                 part = as_partition(value, parallel.partitions.get(name))

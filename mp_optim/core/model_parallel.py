@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
@@ -211,8 +211,8 @@ class ModelParallel:
             return cls()
         # Keep all names of a tied parameter, because the model's state dict has all of them.
         params, buffers = (
-            dict(canonical_items(modules, partial(read, remove_duplicate=False)))
-            for read in (nn.Module.named_parameters, nn.Module.named_buffers)
+            dict(canonical_items(modules, methodcaller(method, remove_duplicate=False)))
+            for method in ("named_parameters", "named_buffers")
         )
         is_expert = expert_predicate or is_expert_param
         partitions = dict(_partitions(params, chunks, groups, is_expert))

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,13 +102,15 @@ def prefixed(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def canonical_items(
-    chunks: Sequence[nn.Module], read: Callable[[nn.Module], Iterable[tuple[str, Any]]]
+    chunks: Sequence[nn.Module],
+    read: Callable[[nn.Module], Mapping[str, Any] | Iterable[tuple[str, Any]]],
 ) -> Iterator[tuple[str, Any]]:
     """Yield values of a model's chunks with their canonical names and the chunks' prefixes.
 
     Args:
         chunks: the chunks.
-        read: returns names and values of a chunk, such as ``nn.Module.named_buffers``.
+        read: function that returns names and values of a chunk. ``nn.Module.state_dict`` ignores a
+            method of the user's class, which may leave values out; ``methodcaller`` calls it.
     """
     for prefix, chunk in prefixed(chunks):
         own = dict(read(chunk))
@@ -118,7 +121,7 @@ def canonical_items(
 def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of some chunks once, with its canonical name and the chunk's prefix."""
     seen: set[int] = set()
-    for name, param in canonical_items(chunks, nn.Module.named_parameters):
+    for name, param in canonical_items(chunks, methodcaller("named_parameters")):
         if id(param) not in seen:
             seen.add(id(param))
             yield name, param

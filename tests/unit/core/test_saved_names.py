@@ -285,3 +285,35 @@ def test_save_warns_once_when_the_optimizer_lacks_a_parameter(tmp_path, recwarn)
     averaged = copy.deepcopy(Tokens(10).bfloat16())
     checkpoint.save(tmp_path / "averaged", averaged, built(Tokens(10).bfloat16()))
     assert not recwarn.list
+
+
+class Adapted(nn.Module):
+    """A model that names only its adapter as parameter, and whose state dict has only the
+    adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def named_parameters(self, *args: Any, **settings: Any) -> Any:
+        return (
+            (name, param)
+            for name, param in super().named_parameters(*args, **settings)
+            if name.startswith("adapter")
+        )
+
+    def state_dict(self, *args: Any, **settings: Any) -> Any:
+        whole = super().state_dict(*args, **settings)
+        return {name: value for name, value in whole.items() if name.startswith("adapter")}
+
+
+def test_factory_trains_named_parameters_and_save_stores_all_when_a_model_overrides_both(tmp_path):
+    model = Adapted().bfloat16()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
+    names = [name for name, _ in optimizer.named_main_params()]
+    assert names == ["adapter.weight", "adapter.bias"]
+    base = model.base.weight.detach().clone()
+    checkpoint.save(tmp_path, model, optimizer)
+    model.base.weight.data.zero_()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert torch.equal(model.base.weight, base)
