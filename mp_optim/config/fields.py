@@ -79,7 +79,8 @@ class ConfigFields:
     whole parameter; a shard of plain tensor parallelism counts by itself."""
     store_param_remainders: bool = True
     """True to store only the bits of an FP32 main param that its bfloat16 parameter lacks, with
-    ``use_precision_aware_optimizer``: 2 bytes per element instead of 4, with the same bits."""
+    ``use_precision_aware_optimizer``: 2 bytes per element instead of 4. Main params above 4.6e-41
+    keep their bits, and the parameter rounds ties away from zero."""
     param_remainder_bits: int = 16
     """Bits of a remainder: 16 for a full FP32 main param, or 8 for the upper 24 bits of the main
     param. With 0 there are no main params, and steps round the bfloat16 parameter
@@ -238,8 +239,8 @@ class ConfigFields:
     only for this rank's shard (ZeRO)."""
     data_parallel_sharding_strategy: str = "optim"
     """Data sharded over data-parallel ranks: optim (main params and state: ZeRO-1),
-    optim_grads (also gradients: ZeRO-2), or no_shard (nothing: each rank steps all parameters,
-    with the same bits)."""
+    optim_grads (also gradients: ZeRO-2), or no_shard (nothing: each rank steps all
+    parameters)."""
     use_layer_wise_distributed_optimizer: bool = False
     """True to assign whole parameters to ranks, balanced by size, so that muon exchanges no
     matrices."""

@@ -51,9 +51,10 @@ class StackSettings(TypedDict, total=False):
         min_8bit_size: number of elements below which a parameter keeps FP32 moments, with
             ``state="8bit"`` or ``"4bit"``. bitsandbytes' default is 4096.
         main_params: storage format of the main param of a 16-bit parameter: ``"fp32"``; or, for
-            bfloat16, ``"remainder16"`` (the 16 bits that bfloat16 drops: the same bits as
-            ``"fp32"``), ``"remainder8"`` (the upper 8 of these bits), or ``"none"`` (no main param:
-            each step rounds the parameter stochastically).
+            bfloat16, ``"remainder16"`` (the 16 bits that bfloat16 drops: the main param has the
+            bits of ``"fp32"`` above 4.6e-41, and the parameter rounds ties away from zero),
+            ``"remainder8"`` (the upper 8 of these bits), or ``"none"`` (no main param: each step
+            rounds the parameter stochastically).
         stochastic_rounding: True to round bfloat16, 8-bit and 4-bit state stochastically.
         ema_decay: decay per step of a moving average of each parameter; None keeps no averages.
             ``averaged_weights()`` evaluates with the averages.
