@@ -166,8 +166,10 @@ def from_megatron(
     for member, count in zip(members, counts, strict=True):
         named = positional_state(_inner(member), names[start : start + count], step)
         copies: dict[str, Tensor] = {}
-        masters = member.get(COPIES, member.get("fp32_from_fp16", [()] * len(named.groups)))
-        for index, (group, tensors) in enumerate(zip(named.groups, masters, strict=True)):
+        masters = member.get(COPIES, member.get("fp32_from_fp16"))
+        # Megatron's FP32 optimizer has no copies.
+        pairs = () if masters is None else zip(named.groups, masters, strict=True)
+        for index, (group, tensors) in enumerate(pairs):
             halves = [name for name in group.names if name not in fp32_names]
             if len(halves) != len(tensors):
                 raise ValueError(

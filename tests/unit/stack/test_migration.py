@@ -260,6 +260,20 @@ def test_from_megatron_reads_a_chain_with_fp32_params_and_a_loss_scale(tmp_path)
         foreign.from_megatron({"optimizer": {"param_groups": []}}, [])
 
 
+def test_from_megatron_reads_fp32_optimizers_alone_and_in_a_chain():
+    params = [nn.Parameter(torch.ones(shape)) for shape in (4, 3)]
+    inner = torch.optim.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    inner.step()
+    fp32, half = inner.state_dict(), megatron_like([("c", (2,), True)])
+    for saved in (fp32, {"optimizer": fp32}):
+        assert set(foreign.from_megatron(saved, ["a", "b"]).state) == {"a", "b"}
+    chained = foreign.from_megatron([half, fp32], ["c", "a", "b"]).state
+    assert same_bits(chained["c"]["master_param"], half["fp32_from_fp16_params"][0][0])
+    assert same_bits(chained["b"]["exp_avg"], fp32["state"][1]["exp_avg"])
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
