@@ -168,7 +168,8 @@ def track(
     # Fused GPU kernels generate the dropout mask again in backward, so they store no mask. The CPU
     # kernel does not support dropout, so torch would use attention that stores its weights. A
     # TorchFunctionMode would not apply to forwards that checkpointing runs again.
-    attention: Any = nn.functional.scaled_dot_product_attention
+    name = "scaled_dot_product_attention"
+    attention: Any = getattr(nn.functional, name)
 
     def without_dropout(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
@@ -176,7 +177,7 @@ def track(
         return attention(*args, **{**kwargs, "dropout_p": 0.0})
 
     try:
-        with tracker, patch.object(nn.functional, attention.__name__, without_dropout):
+        with tracker, patch.object(nn.functional, name, without_dropout):
             loss = loss_of(model)
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from mp_optim.apps.fit.activations import (
@@ -106,6 +107,20 @@ def test_trace_counts_no_dropout_mask_for_fused_attention(checkpointing: bool) -
     for model in models:
         checkpoint_blocks(model, checkpointing)
     assert traced(models[0]).peak() == traced(models[1]).peak()
+
+
+def test_trace_counts_replaced_attention_whose_function_has_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = traced(built("dense", False)).peak()
+    real = nn.functional.scaled_dot_product_attention
+
+    def other_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other_attention)
+    assert traced(built("dense", False)).peak() == expected
+    assert nn.functional.scaled_dot_product_attention is other_attention
 
 
 def test_traced_peak_excludes_gradients_that_are_released() -> None:
