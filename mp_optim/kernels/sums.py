@@ -10,8 +10,8 @@ shards are all-reduced over the ranks with these shards.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -60,17 +60,28 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     """Return sums of ``count`` tensors from sums of their aligned pieces.
 
     Args:
-        owners: index of each piece's tensor, in ascending order. A tensor without pieces has
-            sum 0.
+        owners: index of each piece's tensor. The pieces of a tensor are in order; a tensor without
+            pieces has sum 0.
         pieces: FP64, shape (len(owners), k): for each piece, k sums that are added separately.
         count: number of tensors.
 
     Returns:
         FP64, shape (count, k).
     """
-    counts = Counter(owners)
-    of_tensors = torch.split(pieces, [counts[owner] for owner in range(count)])
-    return torch.stack([sum_in_pairs(each.T) for each in of_tensors])
+    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
+    cut: dict[int, list[int]] = defaultdict(list)
+    for position, owner in enumerate(owners):
+        cut[owner].append(position)
+    whole = {owner: where[0] for owner, where in cut.items() if len(where) == 1}
+    sums[_index(whole.keys(), sums)] = pieces[_index(whole.values(), sums)]
+    for owner, where in cut.items():
+        if len(where) > 1:
+            sums[owner] = sum_in_pairs(pieces[_index(where, sums)].T)
+    return sums
+
+
+def _index(values: Iterable[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.long, device=like.device)
 
 
 def root(values: Tensor) -> Tensor:
