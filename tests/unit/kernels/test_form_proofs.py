@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from mp_optim.kernels import choose_backend, selection
+from mp_optim.kernels.triton import proofs
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted"
@@ -47,6 +50,30 @@ def test_triton_compares_sum_of_squares_with_reference_once_per_gradient_dtype(t
         assert float(triton.sum_of_squares(grads)) == 100.0
     forms = [form[:2] for form in triton.proofs.is_right]
     assert forms == [("sum_of_squares", torch.bfloat16), ("sum_of_squares", torch.float32)]
+
+
+def test_triton_runs_a_known_form_while_another_thread_compares_a_form(
+    triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [torch.ones(100)]
+    triton.sum_of_squares(known)
+    is_comparing, may_end = threading.Event(), threading.Event()
+
+    def differences(*args: Any, real: Any = proofs.differences) -> Any:
+        is_comparing.set()
+        may_end.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(proofs, "differences", differences)
+    with ThreadPoolExecutor(2) as pool:
+        new = pool.submit(triton.sum_of_squares, [torch.ones(100, dtype=torch.bfloat16)])
+        try:
+            assert is_comparing.wait(60)
+            assert float(pool.submit(triton.sum_of_squares, known).result(10)) == 100.0
+            assert not new.done()
+        finally:
+            may_end.set()
+    assert float(new.result()) == 100.0
 
 
 def trained(name: str, backend: str) -> list[Tensor]:
