@@ -59,8 +59,23 @@ def save_skyrl_version(
         The position of ``replica``, for the next call.
 
     Raises:
-        ValueError: as :func:`mp_optim.apply_delta`; nothing was written.
+        ValueError: as :func:`mp_optim.apply_delta`, or ``version`` is not an integer from 1;
+            nothing was written.
+        FileExistsError: the folder of this version exists; nothing was written.
     """
+    if type(version) is not int or version < 1:
+        raise ValueError(
+            f"version={version!r}: versions are integers from 1, because version 0 is the workers' "
+            "base checkpoint; pass the number of the replica's version plus 1"
+        )
+    target = Path(folder) / f"delta-{version:08d}"
+    if target.exists():
+        raise FileExistsError(
+            f"version={version}: {target} exists and is complete; pass version={version + 1} and a "
+            f"replica of version {version} (after an interrupt, the replica may have older "
+            "weights: build it from the base checkpoint and all folders, and pass a full "
+            "publication)"
+        )
     parts, tensors = next_parts(delta, after), named_tensors(replica)
     found = patches_by_name(parts)
     for patch in [patch for patches in found.values() for patch in patches]:
@@ -97,7 +112,7 @@ def save_skyrl_version(
         "payload_files": [_FILE],
     }
     files = {_FILE: payload_file(payloads, {}), "manifest.json": json.dumps(manifest).encode()}
-    write_folder(Path(folder) / f"delta-{version:08d}", files)
+    write_folder(target, files)
     for name, patches in found.items():
         for patch in patches:
             write_patch(patch, tensors[name])

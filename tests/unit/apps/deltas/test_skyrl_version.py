@@ -111,3 +111,28 @@ def test_save_skyrl_version_refuses_a_gap_before_it_writes(tmp_path):
             tmp_path / "sync", run.publish(), replica, version=1, compress=zlib.compress
         )
     assert not (tmp_path / "sync").exists()
+
+
+@pytest.mark.parametrize("version", [0, -3, True, "1", 1.0])
+def test_save_skyrl_version_refuses_versions_that_are_no_integers_from_1(tmp_path, version):
+    run, folder = PublishedRun(0, tmp_path), tmp_path / "sync"
+    replica = run.weights()
+    with pytest.raises(ValueError, match=r"^version=.*: versions are integers from 1"):
+        save_skyrl_version(folder, run.publish(), replica, version=version, compress=zlib.compress)
+    assert not folder.exists()
+
+
+def test_save_skyrl_version_refuses_an_existing_version_and_writes_nothing(tmp_path):
+    run, folder = PublishedRun(0, tmp_path), tmp_path / "sync"
+    replica = run.weights()
+    run.train()
+    first = run.publish()
+    after = save_skyrl_version(folder, first, replica, version=1, compress=zlib.compress)
+    run.train()
+    second, before = run.publish(), {name: one.clone() for name, one in replica.items()}
+    with pytest.raises(FileExistsError, match=r"^version=1: .* exists .*; pass version=2"):
+        save_skyrl_version(folder, second, replica, after, version=1, compress=zlib.compress)
+    assert [path.name for path in folder.iterdir()] == ["delta-00000001"]
+    assert_equal_bits(replica, before)
+    save_skyrl_version(folder, second, replica, after, version=2, compress=zlib.compress)
+    assert_equal_bits(replica, run.weights())
