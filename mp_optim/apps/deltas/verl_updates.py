@@ -103,9 +103,9 @@ def verl_flushes(
         An iterator of ``(named_tensors, is_last)``; empty if no weight changed.
 
     Raises:
-        ValueError: parts are missing, a full publication lacks elements, or a weight cannot be
-            sent: it is in 8 bits, has 2**31 elements or more, or has a NaN, which marks unchanged
-            elements in verl's receivers.
+        ValueError: parts are missing, a full publication lacks or repeats elements, or a weight
+            cannot be sent: it is in 8 bits, has 2**31 elements or more, or has a NaN, which marks
+            unchanged elements in verl's receivers.
         RuntimeError: this version of torch has no ``torch.hash_tensor``.
     """
     if not hasattr(torch, "hash_tensor"):
@@ -139,10 +139,12 @@ def _merged(patches: Sequence[WeightPatch], is_full: bool) -> WeightPatch:
     indices = torch.cat([patch.positions() for patch in patches])
     if not is_full:
         return first._replace(values=values, indices=indices)
-    if values.numel() != first.numel:
+    is_given = torch.zeros(first.numel, dtype=torch.bool, device=indices.device)
+    is_given[indices] = True
+    if values.numel() != first.numel or not is_given.all():
         raise ValueError(
-            f"delta: the full publication has {values.numel()} of {first.numel} elements of "
-            f"{first.name}; pass the parts of all ranks, unchanged"
+            f"delta: the full publication has {values.numel()} values for {int(is_given.sum())} "
+            f"of {first.numel} elements of {first.name}; pass the parts of all ranks, unchanged"
         )
     whole = torch.empty_like(values)
     whole[indices] = values

@@ -130,6 +130,14 @@ def test_verl_updates_refuse_weights_that_receivers_would_not_write(tmp_path):
         verl_flushes([replace(first, patches=(codes,)), second], device="cpu")
     with pytest.raises(ValueError, match="elements of embed; pass the parts of all ranks"):
         verl_flushes([replace(first, patches=()), second], device="cpu")
+    patch = next(patch for patch in first.patches if patch.name == "embed")
+    positions = patch.positions().clone()
+    positions[0] = positions[1]
+    repeated = tuple(
+        one._replace(indices=positions) if one is patch else one for one in first.patches
+    )
+    with pytest.raises(ValueError, match="elements of embed; pass the parts of all ranks"):
+        verl_flushes([replace(first, patches=repeated), second], device="cpu")
     for wrong in (weights | {"embed": weights["bias"]}, {"embed": weights["embed"].float()}):
         with pytest.raises(ValueError, match=r"no weight is (embed|dense) with"):
             verl_entries(first, wrong, None, "cpu")
