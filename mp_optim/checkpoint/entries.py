@@ -3,7 +3,6 @@ and the content of ``common.json``."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -105,20 +104,33 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
-    described = json.dumps([group["param_names"] for group in groups])
-    others = ranks.gather_differing(groups, described)
-    if optimizer is not None:
-        # Add the parameters that the first rank does not have, with new indices.
-        whole = list(groups)
-        seen = {name for group in groups for name in group["param_names"]}
-        start = sum(len(group["params"]) for group in groups)
-        for group in itertools.chain.from_iterable(filter(None, others)):
+    names = json.dumps([group["param_names"] for group in groups])
+    others = ranks.gather_differing(groups, names)
+
+    def pack() -> bytes:
+        if optimizer is None:
+            return as_json(common)
+        whole = {**optimizer, "param_groups": _merged(groups, filter(None, others))}
+        return as_json({**common, "optimizer": whole})
+
+    return ranks.run_on_first("saving objects other than tensors", pack) or b""
+
+
+def _merged(
+    groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the first rank's param groups, and groups of other ranks with the parameters that the
+    first rank does not have. Parameters of other ranks get new indices."""
+    result = list(groups)
+    seen = {name for group in groups for name in group["param_names"]}
+    start = sum(len(group["params"]) for group in groups)
+    for groups_of_rank in others:
+        for group in groups_of_rank:
             names = group["param_names"]
-            if new := [at for at, name in enumerate(names) if name not in seen]:
-                indices = list(range(start, start + len(new)))
-                whole.append({**with_params(group, new), "params": indices})
+            new = [at for at, name in enumerate(names) if name not in seen]
+            if new:
+                numbers = list(range(start, start + len(new)))
+                result.append({**with_params(group, new), "params": numbers})
                 start += len(new)
                 seen |= set(names)
-        common = {**common, "optimizer": {**optimizer, "param_groups": whole}}
-    what = "saving objects other than tensors"
-    return ranks.run_on_first(what, lambda: as_json(common)) or b""
+    return result
