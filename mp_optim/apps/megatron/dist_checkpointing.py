@@ -267,6 +267,31 @@ def _saved_states(
 # -- tensors with the offsets of the model's tensors
 
 
+def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
+    """Return the model's sharded tensor of each parameter of a part.
+
+    A sharded tensor has this rank's position in the whole model, for any parallelism.
+
+    Raises:
+        ValueError: a parameter has no sharded tensor; the message names the parameter.
+    """
+    if not part.slots():
+        return []
+    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    by_id: dict[int, ModelTensor] = {id(entry.data): entry for entry in nested_values(sharded)}
+    found: list[ModelTensor] = []
+    for slot in part.slots():
+        key = id(to_local_if_dtensor(param_at(part.param_groups, slot)))
+        if key not in by_id:
+            raise ValueError(
+                f"{part.slot_name(slot)} is not in the model's sharded state dict; pass "
+                "model.sharded_state_dict() unchanged, with the parameters themselves as tensors "
+                "(keep_vars=True)"
+            )
+        found.append(by_id[key])
+    return found
+
+
 def _placed(
     part: MegatronOptimizer,
     model_sharded_state_dict: Any,
@@ -287,19 +312,10 @@ def _placed(
         ValueError: a parameter has no sharded tensor, or its state has another shape; the message
             names the parameter.
     """
-    by_id: dict[int, ModelTensor] = {}
-    if part.slots():
-        sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-        # A sharded tensor has this rank's position in the whole model, for any parallelism.
-        by_id = {id(entry.data): entry for entry in nested_values(sharded)}
-    for index, (slot, state, only_here) in enumerate(states):
-        of_param = by_id.get(id(to_local_if_dtensor(param_at(part.param_groups, slot))))
-        if of_param is None:
-            raise ValueError(
-                f"{part.slot_name(slot)} is not in the model's sharded state dict; pass "
-                "model.sharded_state_dict() unchanged, with the parameters themselves as tensors "
-                "(keep_vars=True)"
-            )
+    # Raise for a missing parameter before ``states`` begins to gather.
+    of_model = _model_tensors(model_sharded_state_dict, part)
+    pairs = zip(states, of_model, strict=True)
+    for index, ((slot, state, only_here), of_param) in enumerate(pairs):
         tensors = {}
         # Megatron's layer-wise optimizer has the keys of its Float16 optimizer for main params of
         # Muon's matrices, and the keys of its distributed optimizer for all other main params.

@@ -357,7 +357,12 @@ def test_load_of_a_sharded_state_dict_changes_nothing_when_a_moment_is_missing(t
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_sharded_state_dict_names_a_parameter_the_model_does_not_save():
+def test_sharded_state_dict_names_a_parameter_the_model_does_not_save(monkeypatch):
+    def whole_states(part):
+        pytest.fail("the ranks gather state before the error")
+
+    name = "mp_optim.apps.megatron.dist_checkpointing.whole_states"
+    monkeypatch.setattr(name, whole_states)
     model, optimizer = built()
     state = model.module.sharded_state_dict()
     del state["output_layer.weight"]
