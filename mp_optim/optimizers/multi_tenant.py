@@ -235,10 +235,12 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
 
         Raises:
             OSError: the file cannot be written; the tenant stays loaded.
+            RuntimeError: the call is inside ``with averaged_weights()`` of the tenant.
             ValueError: there is no such tenant, the tenant is offloaded, or the file exists.
         """
         tenant = self._loaded(name)
         with _named(name):
+            tenant.step_mark.check_lent("offload_tenant")
             if path is None:
                 tenant.offload_to_cpu()
             else:

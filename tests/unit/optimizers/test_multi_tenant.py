@@ -314,6 +314,20 @@ def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(error, 
     del caught
 
 
+@pytest.mark.parametrize("file", [None, "a.pt"])
+def test_multi_tenant_refuses_offload_while_weights_are_averages(file, tmp_path):
+    optimizer, params = adapters(ema_decay=0.9)
+    refused = pytest.raises(RuntimeError, match="tenant 'a': offload_tenant: inside")
+    with optimizer["a"].averaged_weights(), refused:
+        optimizer.offload_tenant("a", file and tmp_path / file)
+    assert not [*tmp_path.iterdir()]
+    give_grads(params["a"])
+    assert optimizer.step("a")["a"].success
+    optimizer.offload_tenant("a")
+    with pytest.raises(RuntimeError, match="is offloaded"):
+        optimizer["a"].step()
+
+
 def test_multi_tenant_runs_hooks_of_a_tenant_before_its_gradients_are_measured():
     optimizer, params = adapters()
     hook = optimizer["a"].register_step_pre_hook(lambda *_: give_grads(params["a"], NAN))
