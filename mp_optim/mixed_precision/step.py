@@ -111,7 +111,9 @@ def take_step(
 
 
 @in_own_modes
-def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[str, StepResult]:
+def take_steps(
+    stacks: Mapping[str, Any], errors: dict[str, Exception], results: dict[str, StepResult]
+) -> None:
     """Step several precision wrappers. Each phase runs for all wrappers before the next phase
     begins.
 
@@ -120,14 +122,11 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
     Args:
         stacks: the wrappers by name. ``timers`` of their configs are not used.
         errors: dict to which errors are added, by name.
-
-    Returns:
-        The results by name.
+        results: dict to which results are added, by name, also before an interrupt is raised.
     """
     collected: dict[str, WrappedGrads] = {}
     decided: dict[str, tuple[AnyVerdict, Observer | None]] = {}
     running: dict[str, Iterator[None]] = {}
-    results: dict[str, StepResult] = {}
     for name, stack in stacks.items():
         with errors_kept(errors, name), stack.step_mark.step(stack):
             collected[name] = stack.grads_of(stack)
@@ -139,16 +138,15 @@ def take_steps(stacks: Mapping[str, Any], errors: dict[str, Exception]) -> dict[
         with errors_kept(errors, name), stacks[name].step_mark.step(stacks[name]):
             stacks[name].counts.record(verdict, stacks[name].observers, judge)
             collected[name].plan(verdict)
-            running[name] = _running(stacks[name], collected[name], verdict)
-    for name in _run_together(running, errors):
-        with errors_kept(errors, name):
-            results[name] = _record(stacks[name], collected[name], decided[name][0])
-    return results
+            running[name] = _running(name, stacks[name], collected[name], verdict, results)
+    _run_together(running, errors)
 
 
-def _running(stack: Any, grads: WrappedGrads, verdict: AnyVerdict) -> Iterator[None]:
-    """Run phase 4 of one wrapper in three parts: prepare kernels, call kernels, and finish. Yield
-    between the parts, so that the caller can run each part for several wrappers."""
+def _running(
+    name: str, stack: Any, grads: WrappedGrads, verdict: AnyVerdict, results: dict[str, StepResult]
+) -> Iterator[None]:
+    """Run phases 4 and 5 of one wrapper in four parts: prepare kernels, call kernels, finish, and
+    record. Yield between the parts, so that the caller can run each part for several wrappers."""
     with stack.step_mark.step(stack):
         kernels: list[Callable[[], None]] = []
         grads.launch(verdict, kernels)
@@ -159,12 +157,12 @@ def _running(stack: Any, grads: WrappedGrads, verdict: AnyVerdict) -> Iterator[N
         grads.finish(verdict)
         if stack.grad_scaler is not None:
             _update_scale(stack, verdict)
+    yield
+    results[name] = _record(stack, grads, verdict)
 
 
-def _run_together(
-    running: Mapping[str, Iterator[None]], errors: dict[str, Exception]
-) -> Sequence[str]:
-    """Carry out phase 4 of several wrappers, each part for all wrappers before the next part.
+def _run_together(running: Mapping[str, Iterator[None]], errors: dict[str, Exception]) -> None:
+    """Run phases 4 and 5 of several wrappers, each part for all wrappers before the next part.
 
     The kernels of all wrappers run one after another. A kernel evicts the interpreter's data from
     the CPU's caches, so Python code between two kernels would take several times as long.
@@ -175,13 +173,10 @@ def _run_together(
     Args:
         running: a result of :func:`_running` for each wrapper, by name.
         errors: dict to which errors are added, by name.
-
-    Returns:
-        The names of the wrappers without an error.
     """
     names, interrupt = list(running), None
     try:
-        for part in range(3):
+        for part in range(4):
             begun = []
             for name in names:
                 if part == 0 and interrupt is not None:
@@ -200,7 +195,6 @@ def _run_together(
             each.close()  # type: ignore[attr-defined]
     if interrupt is not None:
         raise interrupt
-    return names
 
 
 @contextmanager

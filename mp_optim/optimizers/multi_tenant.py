@@ -161,10 +161,13 @@ class MultiTenantOptimizer(Mapping[str, StackOptimizer]):
             with errors_kept(errors, name):
                 tenant.begin_step()
                 (alone if _has_hooks(tenant) else together)[name] = tenant
-        results = take_steps(together, errors)
-        for name, result in results.items():
-            together[name].last_step = result
-            together[name]._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+        results: dict[str, StepResult] = {}
+        try:
+            take_steps(together, errors, results)
+        finally:
+            for name, result in results.items():
+                together[name].last_step = result
+                together[name]._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         for name, tenant in alone.items():
             with errors_kept(errors, name):
                 tenant.step()

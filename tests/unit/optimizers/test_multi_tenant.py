@@ -298,6 +298,14 @@ def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(error, 
 
         return kernel and call
 
+    observed = dict.fromkeys("abc", 0)
+    last = {name: optimizer[name].last_step for name in "abc"}
+    for name in "abc":
+
+        def after_step(*_: Any, name: str = name) -> None:
+            observed[name] += 1
+
+        optimizer[name].observers.after_step.append(after_step)
     with monkeypatch.context() as patch:
         patch.setattr(NativeBackend, "prepared", prepared)
         with pytest.raises((TenantError, KeyboardInterrupt)) as caught:  # keeps the frames
@@ -309,6 +317,9 @@ def test_multi_tenant_completes_other_tenants_when_a_queued_kernel_fails(error, 
             bits(expected[name], expected_params[name]),
         )
         assert all(map(same_bits, one, other))
+    assert observed == {"a": 1, "b": 0, "c": 1}
+    is_new = {name: optimizer[name].last_step is not last[name] for name in "abc"}
+    assert is_new == {"a": True, "b": False, "c": True}
     with pytest.raises(mp_optim.BrokenOffError, match="tenant 'b'"):
         optimizer.save_tenant("b")
     del caught
