@@ -39,7 +39,7 @@ _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_
 
 
 class StackSettings(TypedDict, total=False):
-    """Keyword arguments of every optimizer class, in addition to its hyperparameters.
+    """Keyword arguments of each class except Adafactor, in addition to its hyperparameters.
 
     Attributes:
         overrides: settings of some parameters, as in ``{"*.bias|*norm*": {"weight_decay": 0.0}}``.
