@@ -211,18 +211,17 @@ def check_write(
     for groups, names in named.items():
         if groups:
             common = sorted((names | unknown) & given.keys(), key=str)
-            lines = []
-            for name in common:
-                value, kind = given[name], type(given[name]).__name__
-                line = f"{name}: a {kind}"
-                if isinstance(value, Tensor):
-                    line = f"{name}: {kind} of {value.dtype}, shape {tuple(value.shape)}, "
-                    line += str(value.layout)
-                    is_part = is_dtensor(value) or isinstance(value, FlatShard) or value.is_meta
-                    is_dense = value.layout == torch.strided and value.is_floating_point()
-                    if is_dense and not is_part:
-                        flat = value.detach().float().contiguous().view(-1)
-                        line += f", checksum {checksums_of([flat])[0]:08x}"
-                lines.append(line)
+            lines = [f"{name}: {_described(given[name])}" for name in common]
             text = f"comparing the arguments of {doing}"
             check_agreement(groups, lines, device, text, f"parameters ({doing})", _UNCHANGED)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    text = f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}, {value.layout}"
+    is_part = is_dtensor(value) or isinstance(value, FlatShard) or value.is_meta
+    if is_part or value.layout != torch.strided or not value.is_floating_point():
+        return text
+    (checksum,) = checksums_of([value.detach().float().contiguous().view(-1)])
+    return f"{text}, checksum {checksum:08x}"

@@ -255,8 +255,11 @@ class OptimizerParamScheduler:
         self.num_steps = state_dict["num_steps"]
         if self.override_opt_param_scheduler:
             self._restore_limits()
-            self.step(0)
-            return
+        else:
+            self._take_settings(state_dict)
+        self.step(0)
+
+    def _take_settings(self, state_dict: dict[str, Any]) -> None:
         before = {name: getattr(self, name) for name in self._SETTINGS}
         changed = {
             name: state_dict[name]
@@ -281,7 +284,6 @@ class OptimizerParamScheduler:
                 f"the checkpoint's schedule is loaded: {', '.join(words)}{own}; set "
                 "override_opt_param_scheduler=True to keep this scheduler's settings"
             )
-        self.step(0)
 
     # -- loads of the optimizer ---------------------------------------------------------------
 
