@@ -161,7 +161,7 @@ def inside(folder: Path, name: str, named_by: str) -> Path:
     return path
 
 
-# -- files that are on the disk when a function returns -------------------------------------------
+# -- durable writes (fsync) -----------------------------------------------------------------------
 
 
 @contextmanager

@@ -617,12 +617,12 @@ def _compare(digests_of_ranks: Sequence[Mapping[str, bytes] | None]) -> None:
             if digest != expected:
                 raise ValueError(
                     f"{name}: ranks {other} and {rank} have different values under this name, and "
-                    "a checkpoint has one value for each name. Mark how the ranks differ. "
-                    "Tensor parallelism: tensor_model_parallel, partition_dim and "
+                    "a checkpoint has one value for each name. Describe how the ranks split the "
+                    "model. Tensor parallelism: set tensor_model_parallel, partition_dim and "
                     "partition_stride of the parameter, and process_groups.tp (expert_tp for "
-                    "experts). Experts: process_groups.ep. Pipeline stages: process_groups.pp, "
-                    "and layer_number of each layer. Other layouts: global_names=, a function "
-                    "that returns the name in the whole model. Pass process_groups= and "
-                    "global_names= to get_megatron_optimizer, or without an optimizer to "
-                    "ModelParallel.of (model_parallel=)"
+                    "experts). Experts: set process_groups.ep. Pipeline stages: set "
+                    "process_groups.pp, and layer_number of each layer. Other layouts: set "
+                    "global_names, a function that returns the name in the whole model. Pass "
+                    "process_groups= and global_names= to get_megatron_optimizer. Without an "
+                    "optimizer, pass model_parallel=ModelParallel.of(...)"
                 )

@@ -122,12 +122,12 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
 
     Args:
         sizes: present number of parameters in each group.
-        added: number of parameters that were added to each group.
+        added: number of parameters that each group had when it was registered.
     """
-    fact = f"param_groups has {len(sizes)} groups, and {len(added)} were added"
+    fact = f"param_groups has {len(sizes)} groups now, and {len(added)} were registered"
     for index, (now, before) in enumerate(zip(sizes, added, strict=False)):
         if now != before:
-            fact = f"param_groups[{index}] has {now} parameters, and {before} were added"
+            fact = f"param_groups[{index}] has {now} parameters now, and {before} were registered"
             break
     return ValueError(
         f"{fact}: groups and parameters cannot be added or removed by editing the lists. Add a "

@@ -260,7 +260,7 @@ def check_cover(name: str, shape: tuple[int, ...], parts: Iterable[Box]) -> None
 
 
 def any_overlap(parts: Sequence[Box]) -> bool:
-    """True if any two of some non-empty boxes of a tensor have a common element."""
+    """True if two of the boxes, all non-empty and of one tensor, have a common element."""
     if len(parts) < 2:
         return False
     dims = range(len(parts[0].offsets))

@@ -62,8 +62,8 @@ class ShownState(MutableMapping[str, Any], _dict):  # type: ignore[misc]
         self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
     ) -> None:
         super().__init__()
-        # Read once, so that the lookup itself raises if a step was interrupted, and takes skipped
-        # steps out of step counts.
+        # Read the state here, although the result is unused. Then optimizer.state[param] raises at
+        # the lookup if a step was interrupted, and step counts no longer have skipped steps.
         read()
         self._read, self._write, self._reset = read, write, reset
 

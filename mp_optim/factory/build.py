@@ -253,8 +253,9 @@ def _part(
     """Build the optimizer of the dense parameters, or of the expert parameters.
 
     Args:
-        data_parallel: number of ranks that compute gradients of the loss. Gradients of experts are
-            sums over the tokens of these ranks, so they are divided by this number, too.
+        data_parallel: size of the group ``dp``, by which averaged gradients are divided; None
+            without ``dp``. Gradients of experts are divided by it instead of the size of
+            ``expert_dp``, because they are sums over the tokens of all ranks of ``dp``.
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 

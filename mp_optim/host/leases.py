@@ -127,7 +127,7 @@ class Lease:
             self._watched = None
 
     def _read_from(self, source: Tensor) -> None:
-        """Read the remaining bytes from ``source`` from now on."""
+        """Use ``source`` for all later reads. The tensor's version is no longer compared."""
         self._source, self._first = source, self._read
         self._watched, self.is_unread = None, False
 

@@ -234,8 +234,8 @@ class PlacedExecutor(Executor):
 
     def marks_changes(self, slot: Slot) -> bool:
         place, stepper = self.place(slot), self.stepper
-        # Kernels record no changes of slots in windows, and none of steps into a back buffer, which
-        # may be discarded. So return False for such slots.
+        # Return False for slots in windows and for speculative slots. Kernels record no changes of
+        # slots in windows, nor of steps into a back buffer, which may be discarded.
         is_whole = place == "device" or (stepper.pipeline is None and stepper.speculation is None)
         executor = self.executors[place]
         executor.step_instead(slot, self._stepped(slot))

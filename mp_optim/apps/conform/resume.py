@@ -1,4 +1,4 @@
-"""Checks of resuming: state dicts before the first step, during accumulation, and copies."""
+"""Checks of resuming from state dicts (of any time between two steps), and from copies."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_param_group_lists_edited_in_place_are_refused_before_a_step(kind, edit)
         lambda: optimizer.add_param_group({"params": [("late", late(dtype))]}),
         optimizer.step,
     ):
-        with pytest.raises(ValueError, match=r"added.* by editing the lists\. Add a group"):
+        with pytest.raises(ValueError, match=r"registered: .* by editing the lists\. Add a group"):
             use()
     assert alike(before, [param.detach() for param in pair.parameters()])
 

@@ -155,12 +155,12 @@ def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl
 
 @triton.jit
 def even_count(count, ALIGNED: tl.constexpr):
-    """Return the count of an aligned chunk that ends at a multiple of 16, else 0.
+    """Return ``count`` if the chunk is aligned and ``count`` is a multiple of 16, else 0.
 
-    The masks of such a chunk are equal in runs of 16 elements, so masked accesses are wide, too.
+    With such a count each run of 16 elements has one mask value, so masked accesses are wide.
 
-    NOTE: use this count in separate code. If this count and the general count were branches of one
-    condition, the compiler would merge the code, for a count of unknown divisibility.
+    NOTE: pass this count to a separate call, as ``each_tile`` does. If one call got either count
+    by a condition, the compiler would merge the branches, and the accesses would be narrow.
     """
     even = 0
     if ALIGNED:

@@ -34,7 +34,7 @@ def test_float16_optimizer_trains_alike_with_a_config_of_megatron_and_our_config
     assert train(model, wrapped, 6) == train(other, ours, 6)
 
 
-def test_fp32_optimizer_of_megatron_steps_like_plain_sgd():
+def test_fp32_optimizer_with_megatron_config_steps_like_torch_sgd():
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.load_state_dict(model.state_dict())
     config = core.OptimizerConfig(lr=1e-2, clip_grad=0.0)
