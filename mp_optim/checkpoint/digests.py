@@ -122,15 +122,16 @@ class _Part(NamedTuple):
 
 
 _Division = tuple[Sequence[Held], Share]
-"""Descriptions of this rank's tensors when the ranks of a process group last divided the boxes of
-an optimizer, and the boxes that this rank reads since then."""
+"""Descriptions of this rank's tensors at the last division of an optimizer's boxes among the ranks
+of a process group, and the boxes that this rank has read since then."""
 _divisions: WeakKeyDictionary[
     SlotKeyedOptimizer, WeakKeyDictionary[dist.ProcessGroup, _Division]
 ] = WeakKeyDictionary()
 
 
 def _division(stack: SlotKeyedOptimizer, group: dist.ProcessGroup) -> _Division:
-    """Return a process group's last division; an empty division before the first."""
+    """Return the last division of the optimizer's boxes among the ranks of a group; empty if the
+    ranks have not divided them yet."""
     return _divisions.setdefault(stack, WeakKeyDictionary()).get(group, ((), {}))
 
 

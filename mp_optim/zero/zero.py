@@ -68,8 +68,8 @@ class ReducedGrads(GradsOfMembers):
         ]
         optimizer.share_settings()
         super().__init__(optimizer)
-        # Every trained slot has a gradient here, zeros without a backward pass on this rank. So ask
-        # the reducer whether backward produced any gradient.
+        # Every trained slot has a gradient here, which is zero if this rank ran no backward. Only
+        # the reducer knows whether backward produced a gradient.
         self.has_any = reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:

@@ -42,7 +42,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """A conformance check of an optimizer.
 
     Attributes:
         function: the check; raises :class:`Nonconformance`.

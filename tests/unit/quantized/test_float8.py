@@ -378,7 +378,7 @@ def float8_param(*shape: int) -> nn.Parameter:
         (torch.ones(0, 1), "is the number of blocks along it, from 1"),
     ],
 )
-def test_factory_names_a_float8_scale_of_wrong_shape_or_dtype(
+def test_factory_refuses_a_float8_scale_of_wrong_shape_or_dtype(
     scale: Tensor | None, text: str
 ) -> None:
     param = float8_param(8, 4)

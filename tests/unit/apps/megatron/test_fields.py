@@ -156,7 +156,7 @@ STREAMS = "chunked_optimizer_state_offload"
         ({"offload_optimizer_states": True}, (True, 1.0, "streamed", 256 << 20)),
     ],
 )
-def test_install_streams_state_when_megatron_offloads_chunks(theirs, ours):
+def test_config_from_megatron_translates_chunked_state_offload(theirs, ours):
     """The fields come from Megatron versions that are not installed."""
     fields = {
         "lr": 1e-3,
@@ -186,7 +186,7 @@ def test_install_streams_state_when_megatron_offloads_chunks(theirs, ours):
 
 
 @pytest.mark.parametrize("optimizer", ["adaptive_muon", "soap"])
-def test_config_from_megatron_names_an_optimizer_that_is_not_supported(optimizer):
+def test_config_from_megatron_refuses_an_optimizer_that_is_not_supported(optimizer):
     fields = [("optimizer", str, optimizer), ("lr", float, 1e-3), ("bf16", bool, True)]
     config = dataclasses.make_dataclass("Config", fields)()
     with pytest.raises(ValueError, match=f"optimizer='{optimizer}': must be one of"):
