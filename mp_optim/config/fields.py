@@ -42,7 +42,7 @@ class ConfigFields:
     muon. muon steps hidden matrices, and ``muon_scalar_optimizer`` steps all other parameters. lamb
     treats each rank's shard of a plain tensor-parallel parameter as a separate parameter."""
     lr: float | None = None
-    """Learning rate, and ``max_lr`` of every param group. Required."""
+    """Learning rate, and ``max_lr`` of every param group. Required before the first step."""
     min_lr: float | None = None
     """Lowest learning rate of the schedule."""
     decoupled_lr: float | None = None

@@ -53,7 +53,8 @@ def get_megatron_optimizer(
         config_overrides: settings by :class:`ParamKey`. The default is
             :func:`get_standard_config_overrides`; ``{}`` has no overrides.
         process_groups: ranks to reduce gradient norms and, with a distributed optimizer, gradients
-            over. By default a rank reduces alone; DTensor parameters have their own mesh.
+            over. The default is one rank, or all ranks with a distributed optimizer; DTensors have
+            their own mesh.
         expert_predicate: ``(param, name) -> bool``, True for expert parameters. The default reads
             the parameter's attributes and name.
         param_groups: param groups (dicts with ``"params"``). By default groups are made from the

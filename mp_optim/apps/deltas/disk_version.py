@@ -52,6 +52,7 @@ def save_disk_version(
     Raises:
         ValueError: the publication is full, parts are missing, the weights differ from the
             published values, or a weight has 4 GiB or more.
+        FileExistsError: the folder of this version exists; nothing was written.
     """
     parts, tensors = complete_parts(delta), named_tensors(weights)
     target = Path(folder) / f"weight_v{version:06d}"
@@ -88,7 +89,15 @@ def payload_file(payloads: Mapping[str, bytes], metadata: Mapping[str, str]) -> 
 
 
 def write_folder(target: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder under a temporary name, and rename it to ``target`` when it is complete."""
+    """Write a folder under a temporary name, and rename it to ``target`` when it is complete.
+
+    Raises:
+        FileExistsError: ``target`` exists; nothing was written.
+    """
+    if target.exists():
+        raise FileExistsError(
+            f"{target} exists, and engines may have read it; pass the next version number"
+        )
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -150,3 +150,14 @@ def test_save_disk_version_refuses_full_publications_and_weights_newer_than_the_
     with pytest.raises(ValueError, match="differs from the values in publication 2"):
         save_disk_version(tmp_path, delta, model, **settings)
     assert not [*tmp_path.iterdir()]
+
+
+def test_save_disk_version_refuses_an_existing_version_and_writes_nothing(tmp_path):
+    model, optimizer = trainer()
+    delta = step(model, optimizer)
+    written = save_disk_version(tmp_path, delta, model, version=1, compress=zlib.compress)
+    before = {path.name: path.read_bytes() for path in written.iterdir()}
+    with pytest.raises(FileExistsError, match=r"weight_v000001 exists.*next version"):
+        save_disk_version(tmp_path, delta, model, version=1, compress=zlib.compress)
+    assert [*tmp_path.iterdir()] == [written]
+    assert {path.name: path.read_bytes() for path in written.iterdir()} == before
