@@ -215,10 +215,11 @@ class ElementRule(Rule):
     def apply(self, launch: Launch, backend: Backend) -> None:
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
         given = self.name, launch.lists, scalars, launch.factor
-        queue = launch.open_queue
-        if queue is not None and (kernel := backend.prepared(*given)) is not None:
-            queue.append(kernel)
-            return
+        if launch.queue is not None and (queue := launch.open_queue) is not None:
+            kernel = backend.prepared(*given)
+            if kernel is not None:
+                queue.append(kernel)
+                return
         written = launch.begin_audit(*given) if launch.begin_audit is not None else None
         backend.step(*given)
         if written is not None:
