@@ -141,3 +141,9 @@ def test_verl_updates_refuse_weights_that_receivers_would_not_write(tmp_path):
     for wrong in (weights | {"embed": weights["bias"]}, {"embed": weights["embed"].float()}):
         with pytest.raises(ValueError, match=r"no weight is (embed|dense) with"):
             verl_entries(first, wrong, None, "cpu")
+
+
+def test_verl_flushes_refuse_a_torch_without_hash_tensor(monkeypatch):
+    monkeypatch.delattr(torch, "hash_tensor")
+    with pytest.raises(RuntimeError, match=r"has no hash_tensor.*install the torch version"):
+        verl_flushes([])
